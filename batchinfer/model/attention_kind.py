@@ -42,7 +42,7 @@ class LayerReader(Protocol):
     def pack(self, weight: torch.Tensor) -> Weight: ...
     def router(self, name: str, *, finite: bool = False) -> Any: ...
     def projection(self, *prefixes: str) -> Projection: ...
-    def joined_projection(self, *prefixes: str) -> Projection: ...
+    def joined_projection(self, *prefixes: str, order: list[int] | None = None) -> Projection: ...
 
 
 class MemoryParts(NamedTuple):
@@ -65,7 +65,7 @@ class AttentionKind:
     weights: the type of a layer's weights.
     unused_ops: operations of other kinds, which this one never calls.
     load: (reader, config, prefix of the tensors' names, layer) to weights.
-    build: (ops, config, weights, weight [D] and epsilon of the norm before it, layer) to attention.
+    build: (ops, config, weights, weight [D] (None: no norm) and epsilon of the norm before it, layer) to attention.
     products: weights to ("linear", "batched" or "router", weight) of each product of rows.
     computations: (ops, config, the first layer's weights, dtype) to attention itself, for the check of its rows.
     memory: (config, layers, pages, slots of requests, dtype, device) to the memory of each layer; None: pages alone.
@@ -75,7 +75,7 @@ class AttentionKind:
     weights: type[Any]
     unused_ops: tuple[str, ...]
     load: Callable[[LayerReader, Any, str, int], Any]
-    build: Callable[[Ops, Any, Any, torch.Tensor, float, int], LayerAttention]
+    build: Callable[[Ops, Any, Any, Any, float, int], LayerAttention]
     products: Callable[[Any], Iterator[tuple[str, object]]]
     computations: Callable[[Ops, Any, Any, torch.dtype], Iterator[RowComputation]]
     memory: Callable[[Any, int, int, int, torch.dtype, torch.device], Sequence[Any]] | None = None

@@ -234,7 +234,7 @@ def read_compressed(reader: ConfigReader, family: Family, num_layers: int, max_p
 
 def _read_ratios(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
     """Return the tokens of an entry in each layer; the list may go on for layers of multi-token prediction."""
-    ratios = reader.whole_numbers("compress_ratios")
+    ratios = reader.numbers("compress_ratios", whole=True)
     if len(ratios) < num_layers or not set(_RATIOS).issuperset(ratios):
         known = " or ".join(map(str, _RATIOS))
         supported = f"{known} for each of {num_layers} layers, and for those of multi-token prediction"

@@ -6,6 +6,7 @@ The families of families.py are understood, each as written by the original rele
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from batchinfer.config.model_folder import MISTRAL, cached_names, config_file
 from batchinfer.config.spelling import did_you_mean
@@ -41,11 +42,12 @@ class ModelConfig:
     attention: AttentionConfig
     max_position_embeddings: int
     rms_norm_eps: float
+    embedding_scale: float
+    logit_scale: float
     mlp_bias: bool
     hidden_act: str  # of dense MLPs: "silu" or "gelu_pytorch_tanh"
     tie_word_embeddings: bool
     norms_from_one: bool  # weights of norms are stored less 1, and 1 is added to them in float32
-    has_post_norms: bool  # of the results of attention and MLP, before they are added to the residual
     scales_embedding: bool  # by the root of hidden_size
     eos_token_ids: tuple[int, ...]
     # mixture of experts; n_routed_experts is 0 exactly where all layers are dense
@@ -84,6 +86,16 @@ class ModelConfig:
     def max_positions(self) -> int:
         """The window: most tokens, prompt and output together, that one request may have."""
         return self.max_position_embeddings
+
+    @property
+    def family_row(self) -> Family:
+        """The family's row of FAMILIES."""
+        return FAMILIES[self.family]
+
+    @property
+    def has_post_norms(self) -> bool:
+        """Whether the results of attention and MLP are normed before they are added to the residual."""
+        return "attention_post_norm" in self.family_row.norms
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether this layer routes to experts (otherwise it has one dense MLP)."""
@@ -194,12 +206,11 @@ def load_model_config(folder: Path) -> ModelConfig:
         num_hidden_layers=layers,
         attention=_read_attention(reader, family, layers, max_positions),
         max_position_embeddings=max_positions,
-        rms_norm_eps=reader.number("rms_norm_eps", family.rms_norm_eps, above=0.0, at_most=1.0),
+        **_read_scales(reader, family),
         mlp_bias=read_flag(reader, family, "mlp_bias", default=False),
         hidden_act=activation,
         tie_word_embeddings=reader.flag("tie_word_embeddings", default=family.ties_embeddings),
         norms_from_one=family.norms_from_one,
-        has_post_norms=family.has_post_norms,
         scales_embedding=family.scales_embedding,
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
         **moe,
@@ -212,6 +223,20 @@ def load_model_config(folder: Path) -> ModelConfig:
     _check_mlp_types(reader, config)
     parts = [reader, *([outer] if outer is not reader else []), *([quantization] if quantization is not None else [])]
     return replace(config, unknown_keys=tuple(key for part in parts for key in judge_unread_keys(part)))
+
+
+def _read_scales(reader: ConfigReader, family: Family) -> dict[str, Any]:
+    """Return the epsilon of norms, and factors on embeddings and logits.
+
+    A factor m on all that sublayers add to the residual is left out: the residual is m times smaller instead. So is its
+    first value, and norms, which divide it by the root of its mean square, have an epsilon that is m² times smaller.
+    """
+    eps = reader.number("rms_norm_eps", family.rms_norm_eps, above=0.0, at_most=1.0)
+    keys = "residual_multiplier", "embedding_multiplier", "logits_scaling"
+    residual, embedding, logits = (
+        reader.number(key, 1.0, above=0.0) if family.has_multipliers else 1.0 for key in keys
+    )
+    return {"rms_norm_eps": eps / residual**2, "embedding_scale": embedding / residual, "logit_scale": 1 / logits}
 
 
 def _read_attention(reader: ConfigReader, family: Family, num_layers: int, max_positions: int) -> AttentionConfig:

@@ -69,7 +69,7 @@ ONE = _names(
     logits_scaling output_multiplier lm_head_multiplier residual_multiplier residual_scale router_scaling_factor
     layernorm_full_attention_beta layernorm_linear_attention_beta layernorm_mlp_beta
     moe_routed_scaling_factor moe_router_scaling_factor route_scale decoder_sparse_step moe_layer_interval
-    interleave_moe_layer_step
+    interleave_moe_layer_step full_attn_mod interpolate_factor
     """
 )
 ON = _names("use_mla use_rope is_causal causal use_gated_mlp")

@@ -120,13 +120,13 @@ class ConfigReader:
             return default
         return self._whole(key, value, minimum, maximum)
 
-    def whole_numbers(self, key: str) -> list[int]:
-        """Return a list of whole numbers; empty when the key is missing."""
-        value = self._value(key)
+    def numbers(self, key: str, *, whole: bool = False) -> list[Any]:
+        """Return a list of numbers, or of whole ones; empty when the key is missing."""
+        value, kinds = self._value(key), (int,) if whole else (int, float)
         if value is None:
             return []
-        if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise self.unsupported(key, value, "a list of whole numbers")
+        if not isinstance(value, list) or not all(type(item) in kinds for item in value):
+            raise self.unsupported(key, value, "a list of whole numbers" if whole else "a list of numbers")
         return value
 
     def number(self, key: str, default: float | None = None, **bounds: float) -> float:

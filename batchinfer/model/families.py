@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+# norms of the inputs of attention and MLP; of their results, before they are added to the residual
+PRE_NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+POST_NORMS = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
@@ -29,16 +33,26 @@ class Grouped:
     norm_default: bool = False
     norm_notes: tuple[tuple[str, str], ...] = ()  # keys about the norm, and their only value
     attention_bias: bool = False
+    bias_key: str = "attention_bias"
     biased_output: bool = True  # the bias is of the output, too
     has_sinks: bool = False
     # use_sliding_window turns optional ones on; "off": it may not, as transformers and published keys name other layers
-    # "every": every layer has one if sliding_window is a number; "pattern": all layers but every n-th
-    windows: Literal["none", "off", "optional", "alternate", "every", "pattern"] = "none"
+    # "every": every layer has one if sliding_window is a number; "pattern": all layers but every n-th; "hybrid": as
+    # "pattern", if sliding_window is a number
+    windows: Literal["none", "off", "optional", "alternate", "every", "pattern", "hybrid"] = "none"
+    full_every: int = 6  # n where config.json does not say sliding_window_pattern
     window: int = 0  # of every layer where config.json does not say sliding_window, as in transformers; 0: none
     window_theta: float | None = None  # default rope_theta of layers with a window; None: they rotate as the others do
     rotary_share: float = 1.0
+    any_rotary_share: bool = False  # partial_rotary_factor may say another share
     rotary_key: str | None = None  # the key with the number of values that are rotated
     needs_rope: bool = False  # config.json must have rope_parameters or rope_scaling
+    has_longrope: bool = False  # the only rope_type other than the default
+    # layers in which nothing is rotated: "listed" ones in no_rope_layers, else every fourth; "full": where other layers
+    # have a window, those without
+    nope: Literal["none", "listed", "full"] = "none"
+    rope_interleave: bool = False  # rotary pairs are (0, 1), (2, 3), … of a head, not halves
+    joined_qkv: bool = False  # queries, keys and values are one tensor in files
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +68,13 @@ class Family:
     has_plain_gate: bool = False  # without groups and factor: n_group, topk_group and routed_scaling_factor may be 1
     rms_norm_eps: float = 1e-6  # where config.json has none, as in transformers
     rope_theta: float = 10000.0  # likewise
+    has_shared_gate: bool = False  # the shared expert's result is times the sigmoid of a product, its width is a key
     has_expert_biases: bool = False  # of experts and router, and clamped SwiGLU
     expert_width: str = "moe_intermediate_size"  # the key of the experts' width
     num_dense_layers: int = 0  # first_k_dense_replace
     has_experts: bool = True
+    has_multipliers: bool = False  # of embeddings, attention scores, sublayers' results and logits
+    joined_mlp: bool = False  # gate and up of dense layers are one tensor in files
     ties_embeddings: bool = False  # tie_word_embeddings
     grouped: Grouped | None = None  # None: latent attention
     compressed: bool = False  # a window and compressed entries instead; hyper-connections, hash layers, clamped experts
@@ -66,7 +83,8 @@ class Family:
     fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that must have this value
     activation: tuple[str, str] = ("hidden_act", "silu")  # of dense MLPs: its key and only value
     norms_from_one: bool = False  # weights of norms are stored less 1
-    has_post_norms: bool = False  # results of attention and MLP are normed before they are added to the residual
+    wide_norms: bool = False  # weights of norms stay in float32
+    norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)  # of a layer, by field of LayerWeights
     scales_embedding: bool = False  # by the root of hidden_size
     # further keys where config.json does not say them; query_pre_attn_scalar is read where it is among them
     defaults: Mapping[str, int] = field(default_factory=dict)
@@ -123,6 +141,16 @@ FAMILIES: dict[str, Family] = {
         routed_scaling_factor=1.0,
         has_plain_gate=True,
         grouped=Grouped(qk_norm="head", windows="off"),
+    ),
+    "qwen2_moe": Family(
+        ("Qwen2MoeForCausalLM",),
+        topk_methods=("greedy",),
+        scoring_func="softmax",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        has_plain_gate=True,
+        has_shared_gate=True,
+        grouped=Grouped(attention_bias=True, bias_key="qkv_bias", biased_output=False, windows="off"),
     ),
     "glm4_moe": Family(
         ("Glm4MoeForCausalLM",),
@@ -190,6 +218,71 @@ FAMILIES: dict[str, Family] = {
         fixed={"mlp_bias": False, "norm_topk_prob": True, "attention_bias": False},
         grouped=Grouped(windows="every"),
     ),
+    "smollm3": Family(
+        ("SmolLM3ForCausalLM",),
+        rope_theta=2000000.0,
+        has_experts=False,
+        ties_embeddings=True,
+        fixed={},
+        grouped=Grouped(windows="off", nope="listed"),
+    ),
+    "glm4": Family(
+        ("Glm4ForCausalLM",),
+        rms_norm_eps=1.5625e-7,
+        has_experts=False,
+        joined_mlp=True,
+        norms={
+            "input_norm": "input_layernorm",
+            "attention_post_norm": "post_self_attn_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm",
+        },
+        grouped=Grouped(attention_bias=True, biased_output=False, rotary_share=0.5, rope_interleave=True),
+    ),
+    "ernie4_5": Family(
+        ("Ernie4_5ForCausalLM",),
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        has_experts=False,
+        ties_embeddings=True,
+        fixed={"mlp_bias": False, "attention_bias": False},
+        grouped=Grouped(rope_interleave=True),
+        defaults={"head_dim": 128},
+    ),
+    "exaone4": Family(
+        ("Exaone4ForCausalLM",),
+        rms_norm_eps=1e-5,
+        has_experts=False,
+        norms=POST_NORMS,
+        fixed={"mlp_bias": False, "attention_bias": False},
+        grouped=Grouped(qk_norm="head", windows="hybrid", window=4096, full_every=4, nope="full"),
+    ),
+    "olmo3": Family(
+        ("Olmo3ForCausalLM",),
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        has_experts=False,
+        norms=POST_NORMS,
+        wide_norms=True,
+        grouped=Grouped(qk_norm="whole", windows="pattern", window=4096, full_every=4, window_theta=500000.0),
+    ),
+    "olmo2": Family(
+        ("Olmo2ForCausalLM",),
+        rms_norm_eps=1e-5,
+        has_experts=False,
+        norms=POST_NORMS,
+        wide_norms=True,
+        grouped=Grouped(qk_norm="whole"),
+    ),
+    "granite": Family(("GraniteForCausalLM",), has_experts=False, has_multipliers=True, grouped=Grouped(), fixed={}),
+    "phi3": Family(
+        ("Phi3ForCausalLM",),
+        rms_norm_eps=1e-5,
+        has_experts=False,
+        joined_mlp=True,
+        fixed={"mlp_bias": False, "attention_bias": False},
+        grouped=Grouped(windows="every", any_rotary_share=True, has_longrope=True, joined_qkv=True),
+    ),
     "gemma3_text": Family(
         ("Gemma3ForCausalLM",),
         rope_theta=1000000.0,
@@ -199,7 +292,13 @@ FAMILIES: dict[str, Family] = {
         grouped=Grouped(qk_norm="head", windows="pattern", window=4096, window_theta=10000.0),
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norms_from_one=True,
-        has_post_norms=True,
+        wide_norms=True,
+        norms={
+            "input_norm": "input_layernorm",
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        },
         scales_embedding=True,
         # published files leave out what transformers has as default
         defaults={

@@ -34,7 +34,7 @@ class GroupedAttention:
     ops: Ops
     config: GqaConfig
     weights: GqaWeights
-    norm_D: torch.Tensor  # weight of the norm before it
+    norm_D: torch.Tensor | None  # weight of the norm before it
     eps: float  # of all norms
     layer: int
     angles: RotaryAngles | None  # of layers with a window, where they differ from the step's
@@ -47,6 +47,8 @@ class GroupedAttention:
         x_TD = normed(self.ops, hidden_TD, self.norm_D, self.eps, weights.qkv.weight)
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         cos, sin, _ = self._angles(step)
+        if self.layer in self.config.nope_layers:
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         new = NewHeads(*heads, weights.q_norm, weights.k_norm, self.eps, cos, sin, pages, step.slots)
         q_THA: torch.Tensor = self.ops.gqa_rope_and_cache(self.ops.linear(x_TD, *weights.qkv), new)
         copy_in_pages(self.ops, step, pages)
@@ -85,12 +87,14 @@ class GroupedAttention:
 
 
 def build(
-    ops: Ops, config: GqaConfig, weights: GqaWeights, norm_D: torch.Tensor, eps: float, layer: int
+    ops: Ops, config: GqaConfig, weights: GqaWeights, norm_D: torch.Tensor | None, eps: float, layer: int
 ) -> GroupedAttention:
     """Return the attention of a layer; those with a window may have angles of their own."""
     angles = None
     if config.window_rope is not None and config.windows[layer] is not None:
-        angles = RotaryAngles(config.window_rope, config.rotated, norm_D.device, ops.cos_sin)
+        norm = weights.q_norm if norm_D is None else norm_D
+        assert norm is not None, "all models with such angles have norms"
+        angles = RotaryAngles(config.window_rope, config.rotated, norm.device, ops.cos_sin)
     return GroupedAttention(ops, config, weights, norm_D, eps, layer, angles)
 
 
@@ -98,7 +102,7 @@ def load(reader: LayerReader, config: GqaConfig, prefix: str, layer: int) -> Gqa
     """Read a layer's weights; queries, keys and values of a token are one product."""
     has_norms = config.qk_norm is not None
     return GqaWeights(
-        qkv=reader.joined_projection(*(f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj"))),
+        qkv=reader.joined_projection(*(f"{prefix}.{name}" for name in config.qkv_widths), order=config.qkv_order),
         q_norm=reader.norm(f"{prefix}.q_norm.weight") if has_norms else None,
         k_norm=reader.norm(f"{prefix}.k_norm.weight") if has_norms else None,
         out=reader.projection(f"{prefix}.o_proj"),

@@ -10,6 +10,7 @@ from batchinfer.model.mla_config import read_flag
 from batchinfer.model.rope_config import RopeConfig, read_rope, read_window_rope
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"  # layer_types
+_NOPE_INTERVAL = 4  # of layers without rotation, where config.json does not say it
 _SCALE_BYTES, _TILE = 4, 128  # of pages in FP8: bytes of a scale, and values that share it
 
 
@@ -28,12 +29,33 @@ class GqaConfig(AttentionConfig):
     has_sinks: bool  # a score per head without a value
     windows: tuple[int | None, ...]  # of each layer: keys that a query sees, its own included; None: all
     window_rope: RopeConfig | None  # of layers with a window; None: as of the others
-    query_scalar: float  # its inverse root is the factor on query · key
+    score_factor: float  # on query · key
+    joined_qkv: bool = False  # queries, keys and values are one tensor in files
+    nope_layers: frozenset[int] = frozenset()  # layers in which nothing is rotated
+    rope_interleave: bool = False  # rotary pairs are neighbours in files; in memory they are a half apart
 
     @property
     def qkv_width(self) -> int:
         """Values of all queries, keys and values of a token."""
         return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+
+    @property
+    def qkv_widths(self) -> dict[str, int]:
+        """Names and widths of the projections to queries, keys and values, as files have them."""
+        if self.joined_qkv:
+            return {"qkv_proj": self.qkv_width}
+        keys = self.num_key_value_heads * self.head_dim
+        return {"q_proj": self.query_width, "k_proj": keys, "v_proj": keys}
+
+    @property
+    def qkv_order(self) -> list[int] | None:
+        """The row in a file of each row in memory, of queries above keys above values; None if they are the same."""
+        if not self.rope_interleave:
+            return None
+        pairs = [*range(0, self.rotated, 2), *range(1, self.rotated, 2), *range(self.rotated, self.head_dim)]
+        num_rotated = self.num_attention_heads + self.num_key_value_heads
+        heads = [head * self.head_dim + row for head in range(num_rotated) for row in pairs]
+        return [*heads, *range(len(heads), self.qkv_width)]
 
     @property
     def row_width(self) -> int:
@@ -54,7 +76,7 @@ class GqaConfig(AttentionConfig):
     @property
     def softmax_scale(self) -> float:
         """Factor on query · key; in these families YaRN's mscale_all_dim changes cos and sin alone."""
-        return self.query_scalar**-0.5
+        return self.score_factor
 
     @property
     def full_share(self) -> float:
@@ -76,8 +98,7 @@ class GqaConfig(AttentionConfig):
         return LayerMatrices(((hidden, self.qkv_width), (self.output_width, hidden)), num_others=others)
 
     def tensors(self, prefix: str, hidden: int, layer: int) -> Tensors:
-        keys = self.num_key_value_heads * self.head_dim
-        for name, width in (("q_proj", self.query_width), ("k_proj", keys), ("v_proj", keys)):
+        for name, width in self.qkv_widths.items():
             yield from linear_tensors(f"{prefix}.{name}", width, hidden, bias=self.qkv_bias)
         yield from linear_tensors(f"{prefix}.o_proj", hidden, self.output_width, bias=self.out_bias)
         if self.qk_norm is not None:
@@ -119,14 +140,17 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
     if rotated % 2 or not 0 < rotated <= head_dim:
         supported = f"a share of head_dim = {head_dim} that is an even number of values"
         raise reader.unsupported("partial_rotary_factor", share, supported)
-    has_bias = read_flag(reader, family, "attention_bias", default=grouped.attention_bias)
+    has_bias = read_flag(reader, family, grouped.bias_key, default=grouped.attention_bias)
     kinds, has_own_rope = (_FULL, _WINDOW), grouped.window_theta is not None
-    scale_key, query_scalar = "query_pre_attn_scalar", float(head_dim)
-    if scale_key in defaults:
-        query_scalar = reader.number(scale_key, defaults[scale_key], above=0.0)
+    rope = read_rope(reader, family, max_positions, share, _FULL if has_own_rope else None)
+    if rope.pair_factors and len(rope.pair_factors) != rotated // 2:
+        section = next(key for key in ("rope_parameters", "rope_scaling") if reader.section(key) is not None)
+        supported = f"lists of {rotated // 2} numbers, one per pair of values that are rotated"
+        raise reader.unsupported(f"{section}.long_factor", f"{len(rope.pair_factors)} numbers", supported)
+    windows = _read_windows(reader, grouped, num_layers, max_positions)
     return GqaConfig(
         num_attention_heads=heads,
-        rope=read_rope(reader, family, max_positions, share, _FULL if has_own_rope else None),
+        rope=rope,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rotated=rotated,
@@ -134,15 +158,18 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
         qkv_bias=has_bias,
         out_bias=has_bias and grouped.biased_output,
         has_sinks=grouped.has_sinks,
-        windows=_read_windows(reader, grouped, num_layers),
+        windows=windows,
         window_rope=read_window_rope(reader, family, max_positions, kinds) if has_own_rope else None,
-        query_scalar=query_scalar,
+        score_factor=_read_score_factor(reader, family, head_dim),
+        joined_qkv=grouped.joined_qkv,
+        nope_layers=_read_nope_layers(reader, grouped, windows),
+        rope_interleave=grouped.rope_interleave,
     )
 
 
 def _rotary_share(reader: ConfigReader, grouped: Grouped, head_dim: int) -> float:
     """Return the share of a head that is rotated, which read_rope compares with all keys that say it."""
-    if grouped.rotary_share == 1.0 and grouped.rotary_key is None:
+    if grouped.rotary_share == 1.0 and grouped.rotary_key is None and not grouped.any_rotary_share:
         return 1.0  # transformers ignores another share, or fails, by rope_type
     sections = (reader, reader.section("rope_parameters"), reader.section("rope_scaling"))
     said = [one.optional_number("partial_rotary_factor", above=0.0, at_most=1.0) for one in sections if one is not None]
@@ -161,7 +188,35 @@ def _read_qk_norm(reader: ConfigReader, grouped: Grouped) -> Literal["head", "wh
     return grouped.qk_norm
 
 
-def _read_windows(reader: ConfigReader, grouped: Grouped, num_layers: int) -> tuple[int | None, ...]:
+def _read_score_factor(reader: ConfigReader, family: Family, head_dim: int) -> float:
+    """Return the factor on query · key: a key's value, else by another key or by the width of a head."""
+    if family.has_multipliers:
+        return reader.number("attention_multiplier", 1.0, above=0.0)
+    key, by = "query_pre_attn_scalar", float(head_dim)
+    if key in family.defaults:
+        by = reader.number(key, family.defaults[key], above=0.0)
+    return by**-0.5
+
+
+def _read_nope_layers(reader: ConfigReader, grouped: Grouped, windows: tuple[int | None, ...]) -> frozenset[int]:
+    """Return the layers without rotation; of "listed" ones those with 0 in `no_rope_layers`, else every n-th one."""
+    num_layers = len(windows)
+    if grouped.nope == "full" and any(windows):
+        return frozenset(layer for layer, window in enumerate(windows) if window is None)
+    if grouped.nope != "listed":
+        return frozenset()
+    interval = reader.size("no_rope_layer_interval", default=_NOPE_INTERVAL)
+    if not reader.has("no_rope_layers"):
+        return frozenset(range(interval - 1, num_layers, interval))
+    rotates = reader.numbers("no_rope_layers", whole=True)
+    if len(rotates) != num_layers or not {0, 1}.issuperset(rotates):
+        raise reader.unsupported("no_rope_layers", rotates, f"0 or 1 for each of {num_layers} layers")
+    return frozenset(layer for layer, one in enumerate(rotates) if not one)
+
+
+def _read_windows(
+    reader: ConfigReader, grouped: Grouped, num_layers: int, max_positions: int
+) -> tuple[int | None, ...]:
     """Return the window of each layer by `layer_types`, else by the family's rule; None for full attention."""
     kinds = reader.texts("layer_types")
     reader.expect("attn_type_list", [1] * num_layers, supported="1 for every layer, full attention")
@@ -172,15 +227,22 @@ def _read_windows(reader: ConfigReader, grouped: Grouped, num_layers: int) -> tu
         window = reader.size("sliding_window", default=grouped.window, null=0)
         kind = _WINDOW if window else _FULL
         reader.expect("layer_types", [kind] * num_layers, supported=f'"{kind}" for every layer')
-        return (window or None,) * num_layers
+        return (window if 0 < window < max_positions else None,) * num_layers
     if grouped.windows in ("none", "off") or (grouped.windows == "optional" and not _uses_windows(reader)):
         reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
         return (None,) * num_layers
-    window = reader.size("sliding_window", default=grouped.window or None)
-    if grouped.windows == "pattern":
+    null = 0 if grouped.windows == "hybrid" else None
+    window = reader.size("sliding_window", default=grouped.window or None, null=null)
+    if grouped.windows in ("pattern", "hybrid"):
         reader.pass_over("_sliding_window_pattern")  # a note of transformers
-        full = reader.size("sliding_window_pattern", default=6)
-        kinds = kinds or [_WINDOW if (layer + 1) % full else _FULL for layer in range(num_layers)]
+        if kinds or not window:
+            reader.pass_over("sliding_window_pattern")  # layer_types says the same
+        else:
+            full = reader.size("sliding_window_pattern", default=grouped.full_every)
+            kinds = [_WINDOW if (layer + 1) % full else _FULL for layer in range(num_layers)]
+    if not window:
+        reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
+        return (None,) * num_layers
     if not kinds and grouped.windows == "optional":
         first = reader.size("max_window_layers", minimum=0)
         kinds = [_WINDOW if layer >= first else _FULL for layer in range(num_layers)]

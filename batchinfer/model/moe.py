@@ -24,7 +24,7 @@ from batchinfer_kernels.reference.experts import ExpertBiases
 from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.places import ExpertRows
-from batchinfer_kernels.reference.pointwise import GEGLU_TANH, SWIGLU, Activation
+from batchinfer_kernels.reference.pointwise import GEGLU_TANH, SWIGLU, Activation, sigmoid
 
 _ACTIVATIONS = {"silu": SWIGLU, "gelu_pytorch_tanh": GEGLU_TANH}
 
@@ -59,7 +59,7 @@ class DenseMlp:
     ops: Ops
     config: ModelConfig
     weights: MlpWeights
-    norm_D: torch.Tensor
+    norm_D: torch.Tensor | None
 
     def add_to(self, base_TD: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Return [T, D], the base with the MLP of hidden added."""
@@ -106,12 +106,11 @@ class MoeMlp:
         Returns:
             The new residual; routed and shared parts are added in float32 and rounded once before they are added to it.
         """
-        x_TD = routing.x_TD if routing.rounded is None else routing.rounded
         with spans.send("DISPATCH"):
             handle = self.dispatcher.dispatch(
                 self._sent(routing), routing.ids_TK, routing.weights_TK, routing.is_counted_T
             )
-        shared_TD = self._shared_expert(x_TD, spans) if shared_under is YieldPoint.DISPATCH else None
+        shared_TD = self._shared_expert(routing, spans) if shared_under is YieldPoint.DISPATCH else None
         yield YieldPoint.DISPATCH
 
         received = spans.receive("DISPATCH", handle)
@@ -122,7 +121,7 @@ class MoeMlp:
         yield YieldPoint.COMBINE
 
         if shared_under is YieldPoint.COMBINE:
-            shared_TD = self._shared_expert(x_TD, spans)
+            shared_TD = self._shared_expert(routing, spans)
         routed_TD = spans.receive("COMBINE", future)
         return self.ops.add_sums(hidden_TD, routed_TD, shared_TD)
 
@@ -196,11 +195,18 @@ class MoeMlp:
         share = room * self.config.num_experts_per_tok / self.config.n_routed_experts
         return max(1, min(room, round(1.2 * share)))
 
-    def _shared_expert(self, x_TD: torch.Tensor | ScaledRows, spans: MicroBatchSpans) -> torch.Tensor | None:
-        if self.weights.shared is None:
+    def _shared_expert(self, routing: Routing, spans: MicroBatchSpans) -> torch.Tensor | None:
+        weights = self.weights
+        if weights.shared is None:
             return None
+        x_TD = routing.x_TD if routing.rounded is None else routing.rounded
         with spans.compute("SHARED"):
-            return swiglu(self.ops, x_TD, self.weights.shared, activation=self._form.get("activation", SWIGLU))
+            y_TD = swiglu(self.ops, x_TD, weights.shared, activation=self._form.get("activation", SWIGLU))
+            if weights.shared_gate_1D is None:
+                return y_TD
+            # in float64, rounded once: a library's float32 sigmoid may depend on a value's place
+            factor_T1 = sigmoid(self.ops.router(routing.x_TD, weights.shared_gate_1D).double()).float()
+            return (y_TD * factor_T1).to(y_TD.dtype)
 
 
 def _expert_form(config: ModelConfig, weights: MoeWeights) -> dict[str, Any]:

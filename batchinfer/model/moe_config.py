@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from batchinfer.model.config_reader import ConfigReader
-from batchinfer.model.families import FAMILIES
+from batchinfer.model.families import FAMILIES, Family
 from batchinfer.model.mla_config import read_flag
 
 # The tensors of a checkpoint are listed before they are read: this keeps that list finite for any config.json.
@@ -14,6 +14,7 @@ SQRT_SOFTPLUS = "sqrtsoftplus"  # a method of the gate: noaux_tc with other scor
 # They say nothing where all layers are dense.
 _MOE_KEYS = (
     "n_shared_experts",
+    "shared_expert_intermediate_size",
     "moe_intermediate_size",
     "routed_scaling_factor",
     "num_experts_per_tok",
@@ -80,15 +81,27 @@ def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[st
         limit = reader.number("swiglu_limit", 7.0, above=0.0)
         fields["expert_clamp"] = Clamp(limit, reader.number("swiglu_alpha", 1.702, above=0.0), shift=1.0)
     if fields["n_routed_experts"]:
+        width = reader.size(family.expert_width)
         fields |= {
-            "n_shared_experts": reader.size("n_shared_experts", default=0, minimum=0, maximum=MAX_EXPERTS),
-            "moe_intermediate_size": reader.size(family.expert_width),
+            "n_shared_experts": _read_shared(reader, family, width),
+            "moe_intermediate_size": width,
             "routed_scaling_factor": reader.number("routed_scaling_factor", family.routed_scaling_factor, above=0.0),
         }
         fields |= _read_groups(reader, num_experts, topk_method, family.num_groups)
     else:
         reader.pass_over(*_MOE_KEYS)
     return fields
+
+
+def _read_shared(reader: ConfigReader, family: Family, expert_width: int) -> int:
+    """Return the number of shared experts; one with a gate counts as several, by its width."""
+    if not family.has_shared_gate:
+        return reader.size("n_shared_experts", default=0, minimum=0, maximum=MAX_EXPERTS)
+    width = reader.size("shared_expert_intermediate_size")
+    if width % expert_width:
+        supported = f"a multiple of {family.expert_width} = {expert_width}"
+        raise reader.unsupported("shared_expert_intermediate_size", width, supported)
+    return width // expert_width
 
 
 def _first_sparse_layer(reader: ConfigReader, default: int) -> int:

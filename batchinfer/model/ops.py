@@ -168,8 +168,15 @@ class Ops:
         return self.eight_bit and self.expert_format(torch.bfloat16, device).keeps_fp8
 
 
-def normed(ops: Ops, x: torch.Tensor, norm: torch.Tensor, eps: float, weight: Weight) -> torch.Tensor | ScaledRows:
-    """Return the rows x, normed for a product with this weight: rounded to FP8 if the weight is in FP8 blocks."""
+def normed(
+    ops: Ops, x: torch.Tensor, norm: torch.Tensor | None, eps: float, weight: Weight
+) -> torch.Tensor | ScaledRows:
+    """Return the rows x, normed for a product with this weight: rounded to FP8 if the weight is in FP8 blocks.
+
+    Without a norm they are x itself, which products round.
+    """
+    if norm is None:
+        return x
     if meets_fp8(x, weight):
         return ops.rms_norm_fp8(x, norm, eps)[1]
     return ops.rms_norm(x, norm, eps)

@@ -173,6 +173,8 @@ def ends_of(ops: Ops, config: ModelConfig, weights: ModelWeights) -> ResidualEnd
     """Return the entry and exit of the residual state, before the first layer and after the last one."""
     if config.scales_embedding:  # by a factor in the model's dtype
         return ScaledEmbedding(torch.tensor(config.hidden_size**0.5, dtype=weights.embedding.dtype).item())
+    if config.embedding_scale != 1:
+        return ScaledEmbedding(config.embedding_scale)
     if config.hyper is None:
         return PlainResidual()
     assert weights.streams is not None

@@ -8,6 +8,8 @@ from batchinfer.model.config_reader import ConfigReader
 from batchinfer.model.families import Family
 from batchinfer.records import ModelError
 
+_LONGROPE_POSITIONS = 4096  # original ones where config.json does not say them, as in transformers
+_MAX_PAIR_FACTOR = 10**6  # published ones are below 100
 _MAX_WINDOWS = 2**16  # each has a factor that is computed at the start; published models have 36 and 128
 
 
@@ -26,7 +28,8 @@ class RopeConfig:
 
     rope_type: "default"; "linear": all angles are `factor` times smaller; "llama3": pairs that turn less often than
         `low_freq_factor` times within the original window are slowed by `factor`, those that turn more often than
-        `high_freq_factor` times stay, and others are between; "yarn" (arXiv 2309.00071).
+        `high_freq_factor` times stay, and others are between; "yarn" (arXiv 2309.00071); "longrope" (arXiv
+        2402.13753): the angles of each pair are smaller by its own of `pair_factors`.
     """
 
     rope_type: str = "default"
@@ -41,15 +44,16 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+    pair_factors: tuple[float, ...] = ()
     query_scale: QueryScale | None = None
 
     @property
     def cos_sin_scale(self) -> float:
         """Factor on cos and sin: the stated attention factor, else mscale ÷ mscale_all_dim, else YaRN's own."""
-        if self.rope_type != "yarn":
-            return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.rope_type != "yarn":
+            return 1.0
         if self.mscale and self.mscale_all_dim:
             return _yarn_mscale(self.factor, self.mscale) / _yarn_mscale(self.factor, self.mscale_all_dim)
         return _yarn_mscale(self.factor, 1.0)
@@ -72,7 +76,7 @@ def read_rope(
         kind: of layers, in layer_types, to which `rope_parameters` gives a section each; None: it is of all layers.
     """
     _check_share(reader, family, rotary_share)
-    reader.pass_over("original_max_position_embeddings")  # counts with YaRN and llama3, which compare it with their own
+    reader.pass_over("original_max_position_embeddings")  # it counts with some types alone, which read it again
     sections = {"rope_parameters": reader.section("rope_parameters"), "rope_scaling": reader.section("rope_scaling")}
     if kind is not None and (of_kinds := sections["rope_parameters"]) is not None:
         sections["rope_parameters"] = of_kinds.section(kind)
@@ -135,7 +139,7 @@ def _parse_rope(
         outer: the key beside the section that also says theta, and theta where neither does; None: rope_theta.
     """
     key, default_theta = outer or ("rope_theta", family.rope_theta)
-    types = _LATENT_TYPES if family.grouped is None else _GROUPED_TYPES
+    types = _types_of(family)
     rope_type = rope.text("rope_type", "type", default="default")
     if rope_type not in types:
         raise rope.unsupported("rope_type", rope_type, " or ".join(f'"{one}"' for one in types))
@@ -148,7 +152,12 @@ def _parse_rope(
         query_scale = _parse_query_scale(rope, rope_type, max_positions, rotary_share)
     else:
         _check_share(rope, family, rotary_share)
-    config = _parse_yarn(rope, theta, max_positions) if rope_type == "yarn" else _PARSERS[rope_type](rope, theta)
+    if rope_type in _LONGROPE:
+        config = _parse_longrope(reader, rope, theta, max_positions)
+    elif rope_type == "yarn":
+        config = _parse_yarn(rope, theta, max_positions)
+    else:
+        config = _PARSERS[rope_type](rope, theta)
     if original := config.original_max_positions:
         reader.expect("original_max_position_embeddings", original, supported=f"the same as in {rope.prefix}")
     judge_unread_keys(rope, refuse_unknown=True)
@@ -206,8 +215,45 @@ _PARSERS = {
     "dynamic": _parse_dynamic,
     "llama3": _parse_llama3,
 }
-_LATENT_TYPES = ("default", "yarn")
-_GROUPED_TYPES = (*_PARSERS, "yarn")
+_LONGROPE = ("longrope", "su")  # its name, and that in the first files
+
+
+def _types_of(family: Family) -> tuple[str, ...]:
+    """Return the types of rotary embedding that a family may have."""
+    if family.grouped is None:
+        return "default", "yarn"
+    return ("default", *_LONGROPE) if family.grouped.has_longrope else (*_PARSERS, "yarn")
+
+
+def _pair_factors(rope: ConfigReader, key: str) -> tuple[float, ...]:
+    """Return a factor for each pair."""
+    factors = rope.numbers(key)
+    if not factors or not all(0 < factor <= _MAX_PAIR_FACTOR for factor in factors):
+        supported = f"a list of numbers above 0 and at most {_MAX_PAIR_FACTOR:,}, one per rotary pair"
+        raise rope.unsupported(key, factors or None, supported)
+    return tuple(map(float, factors))
+
+
+def _parse_longrope(reader: ConfigReader, rope: ConfigReader, theta: float, max_positions: int) -> RopeConfig:
+    """Return the long factors if the window is longer than the original one, else the short ones, for all requests.
+
+    So the angles of a request, and the keys that it shares with others, depend on the model alone.
+    """
+    # as in transformers, where this key's default counts, too, whatever the section says
+    original = reader.size("original_max_position_embeddings", default=_LONGROPE_POSITIONS, minimum=2)
+    rope.expect("original_max_position_embeddings", original, supported=f"{original}, as outside of {rope.prefix}")
+    short, long = (_pair_factors(rope, key) for key in ("short_factor", "long_factor"))
+    if len(short) != len(long):
+        raise rope.unsupported("long_factor", f"{len(long)} numbers", f"as many as short_factor has: {len(short)}")
+    factor = rope.number("factor", max_positions / original, above=0.0)
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return RopeConfig(
+        rope_type="longrope",
+        theta=theta,
+        original_max_positions=original,
+        attention_factor=rope.number("attention_factor", scale, above=0.0),
+        pair_factors=long if max_positions > original else short,
+    )
 
 
 def _parse_yarn(rope: ConfigReader, theta: float, max_positions: int) -> RopeConfig:

@@ -27,6 +27,8 @@ def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
     periods = torch.tensor([float(Decimal(rope.theta) ** Decimal(step)) for step in steps.tolist()])
     if rope.rope_type == "linear":
         return 1.0 / (rope.factor * periods)
+    if rope.rope_type == "longrope":
+        return 1.0 / (torch.tensor(rope.pair_factors) * periods)
     if rope.rope_type == "llama3":
         return _llama3_frequencies(rope, 1.0 / periods)
     if rope.rope_type != "yarn":

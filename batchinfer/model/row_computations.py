@@ -41,7 +41,7 @@ def _products(kind: AttentionKind, weights: ModelWeights) -> Iterator[tuple[str,
         yield from (("router", one.mixing) for one in (layer.attention_streams, layer.mlp_streams) if one is not None)
         yield from kind.products(layer.attention)
         if isinstance(mlp, MoeWeights):
-            yield "router", mlp.router_ED
+            yield from (("router", gate) for gate in (mlp.router_ED, mlp.shared_gate_1D) if gate is not None)
             for experts in (mlp.gate_up_EFD, mlp.down_EDF):
                 if isinstance(experts, torch.Tensor) and len(experts):
                     yield "linear", experts[0]

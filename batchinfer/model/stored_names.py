@@ -5,6 +5,7 @@
     compressed-tensors      … q_a_proj.weight_scale (of 8 bits)     … q_a_proj.weight_scale_inv
     MiniMax-M2              … block_sparse_moe.gate.weight          … mlp.gate.weight
                             … block_sparse_moe.experts.7.w1.weight  … mlp.experts.7.gate_proj.weight
+    Qwen2 with experts      … mlp.shared_expert.gate_proj.weight    … mlp.shared_experts.gate_proj.weight
     DeepSeek-V4             layers.3.attn.wq_a.weight (names kept)  model.layers.3.self_attn.wq_a.weight
                             layers.3.ffn.experts.7.w1.weight        … mlp.experts.7.gate_proj.weight
                             … .scale of FP8 and of FP4              … .weight_scale_inv, .weight_scales
@@ -118,6 +119,7 @@ def own_names(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         infos = {_of_v4(name, infos): info for name, info in infos.items()}
     infos = {_SPARSE_MOE.sub(_of_sparse_moe, name): info for name, info in infos.items()}
     infos = {name.replace(".mlp.router.", ".mlp.gate."): info for name, info in infos.items()}
+    infos = {name.replace(".mlp.shared_expert.", ".mlp.shared_experts."): info for name, info in infos.items()}
     interleaved = {name.removesuffix(_OF_BOTH) for name in infos if name.endswith(_OF_BOTH)}
     named: dict[str, TensorInfo] = {}
     for name, info in infos.items():

@@ -150,21 +150,9 @@ def mtp_tensors(config: ModelConfig) -> Tensors:
     yield from _expected_layer(config, layer)
 
 
-def layer_norms(config: ModelConfig) -> dict[str, str]:
-    """Return the names of the norms around attention and MLP in a checkpoint, by field of LayerWeights."""
-    if not config.has_post_norms:
-        return {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    return {
-        "input_norm": "input_layernorm",
-        "attention_post_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    }
-
-
 def _expected_layer(config: ModelConfig, layer: int) -> Tensors:
     prefix, hidden = f"model.layers.{layer}", config.hidden_size
-    for name in layer_norms(config).values():
+    for name in config.family_row.norms.values():
         yield f"{prefix}.{name}.weight", (hidden,)
     yield from config.attention.tensors(f"{prefix}.self_attn", hidden, layer)
     if config.hyper is not None:
@@ -172,7 +160,8 @@ def _expected_layer(config: ModelConfig, layer: int) -> Tensors:
     if config.is_moe_layer(layer):
         yield from _expected_moe(config, f"{prefix}.mlp", layer)
     else:
-        yield from _expected_mlp(f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias)
+        joined = config.family_row.joined_mlp
+        yield from _expected_mlp(f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias, joined=joined)
 
 
 def _expected_moe(config: ModelConfig, prefix: str, layer: int) -> Tensors:
@@ -187,15 +176,20 @@ def _expected_moe(config: ModelConfig, prefix: str, layer: int) -> Tensors:
         yield f"{prefix}.gate.bias", (config.n_routed_experts,)
     for expert in range(config.n_routed_experts):
         yield from _expected_mlp(f"{prefix}.experts.{expert}", hidden, width, bias=has_biases)
+    if config.family_row.has_shared_gate:
+        yield f"{prefix}.shared_expert_gate.weight", (1, hidden)
     if config.n_shared_experts:
         yield from _expected_mlp(
             f"{prefix}.shared_experts", hidden, width * config.n_shared_experts, bias=config.mlp_bias
         )
 
 
-def _expected_mlp(prefix: str, hidden: int, width: int, bias: bool) -> Tensors:
-    yield from linear_tensors(f"{prefix}.gate_proj", width, hidden, bias=bias)
-    yield from linear_tensors(f"{prefix}.up_proj", width, hidden, bias=bias)
+def _expected_mlp(prefix: str, hidden: int, width: int, bias: bool, *, joined: bool = False) -> Tensors:
+    if joined:
+        yield from linear_tensors(f"{prefix}.gate_up_proj", 2 * width, hidden, bias=bias)
+    else:
+        yield from linear_tensors(f"{prefix}.gate_proj", width, hidden, bias=bias)
+        yield from linear_tensors(f"{prefix}.up_proj", width, hidden, bias=bias)
     yield from linear_tensors(f"{prefix}.down_proj", hidden, width, bias=bias)
 
 

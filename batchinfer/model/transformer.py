@@ -258,6 +258,7 @@ def _build_layer(
     dispatchers: Iterator[Dispatcher],
 ) -> DecoderLayer:
     if isinstance(weights.mlp, MoeWeights):
+        assert weights.mlp_norm is not None, "experts are chosen by normed rows"
         mlp: DenseMlp | MoeMlp = moe_of(ops, config, weights.mlp, weights.mlp_norm, next(dispatchers))
     else:
         mlp = DenseMlp(ops, config, weights.mlp, weights.mlp_norm)

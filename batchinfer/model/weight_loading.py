@@ -27,7 +27,7 @@ from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.stored_weights import StoredWeights
-from batchinfer.model.tensor_names import HEAD, check_tensors, layer_norms, num_bytes_to_read, spare_biases
+from batchinfer.model.tensor_names import HEAD, check_tensors, num_bytes_to_read, spare_biases
 from batchinfer.model.weights import (
     Ends,
     LayerWeights,
@@ -39,7 +39,7 @@ from batchinfer.model.weights import (
     StreamWeights,
 )
 from batchinfer.records import ModelError
-from batchinfer_kernels.reference.block_scaled import BlockScaled, stack
+from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled, stack
 from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
@@ -132,7 +132,10 @@ def read_ends(loader: WeightLoader) -> Ends:
             "config.json is true; set it to false if the model has this head of its own, else remove the tensor"
         )
     lm_head = loader.pack(embedding if is_tied else loader.source(HEAD))
-    return Ends(embedding, loader.norm("model.norm.weight"), lm_head, loader.streams("model.hc_head"))
+    norm = loader.norm("model.norm.weight")
+    if loader.config.logit_scale != 1:
+        norm = norm * loader.config.logit_scale
+    return Ends(embedding, norm, lm_head, loader.streams("model.hc_head"))
 
 
 def read_mtp(loader: WeightLoader) -> MtpWeights:
@@ -229,8 +232,11 @@ class WeightLoader:
         return out.copy_(self._stored.read(name, out.dtype, finite=finite))
 
     def norm(self, name: str) -> torch.Tensor:
-        """Return the weight of a norm; in float32 if it is stored less 1, as the sum has no room in bfloat16."""
-        return self.tensor(name, torch.float32).add_(1) if self.config.norms_from_one else self.tensor(name)
+        """Return the weight of a norm, in float32 if the family says so: 1 + a stored one has no room in bfloat16."""
+        if not self.config.family_row.wide_norms:
+            return self.tensor(name)
+        weight = self.tensor(name, torch.float32)
+        return weight.add_(1) if self.config.norms_from_one else weight
 
     def source(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor:
         """Return a tensor to pack; a view of the mapped file if packing makes a copy anyway."""
@@ -256,7 +262,7 @@ class WeightLoader:
         self.checkpoint.unmap()
         prefix, attention = f"model.layers.{layer}", self.config.attention
         return LayerWeights(
-            **{field: self.norm(f"{prefix}.{name}.weight") for field, name in layer_norms(self.config).items()},
+            **{field: self.norm(f"{prefix}.{name}.weight") for field, name in self.config.family_row.norms.items()},
             attention=kind_of(attention).load(self, attention, f"{prefix}.self_attn", layer),
             mlp=self._moe(f"{prefix}.mlp") if self.config.is_moe_layer(layer) else self._mlp(f"{prefix}.mlp"),
             attention_streams=self.streams(f"{prefix}.hc_attn"),
@@ -272,7 +278,7 @@ class WeightLoader:
 
     def _moe(self, prefix: str) -> MoeWeights:
         """Read a layer's experts; routed ones are packed one by one, so that each is in memory once."""
-        expert_ids = next(self._next_expert_ids)  # layers are read in order
+        row, expert_ids = self.config.family_row, next(self._next_expert_ids)  # layers are read in order
         num_held, hidden, form = len(expert_ids), self.config.hidden_size, self._expert_format
         width = _filled(self.config.moe_intermediate_size, form)
         bias = next((name for name in (f"{prefix}.gate.{one}" for one in _BIASES) if name in self.checkpoint), None)
@@ -283,6 +289,7 @@ class WeightLoader:
             gate_up_EFD=form.empty(num_held, 2 * width, hidden, is_paired=True, memory=self._empty),
             down_EDF=form.empty(num_held, hidden, width, memory=self._empty),
             shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
+            shared_gate_1D=self.router(f"{prefix}.shared_expert_gate.weight") if row.has_shared_gate else None,
             gate_up_bias_EF=self._empty((num_held, 2 * width), self.dtype).zero_() if has_biases else None,
             down_bias_ED=self._empty((num_held, hidden), self.dtype) if has_biases else None,
             experts_VK=self._experts_by_token(f"{prefix}.gate.tid2eid"),
@@ -327,6 +334,8 @@ class WeightLoader:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _mlp(self, prefix: str) -> MlpWeights:
+        if self.config.family_row.joined_mlp:
+            return self._joined_mlp(prefix)
         width = _filled(self._stored.shape(f"{prefix}.gate_proj.weight")[0], self._narrow_format)
         gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
         has_bias = any(f"{name}.bias" in self.checkpoint for name in (gate, up, down))
@@ -335,6 +344,19 @@ class WeightLoader:
             gate_up=self.projection(gate, up, num_rows=width, is_paired=is_plain),
             down=self.projection(down, num_columns=width),
         )
+
+    def _joined_mlp(self, prefix: str) -> MlpWeights:
+        """Read an MLP without biases whose gate and up are one tensor, cut at its middle."""
+        name, form = f"{prefix}.gate_up_proj.weight", self._narrow_format
+        num_rows, hidden = self._stored.shape(name)
+        each, width = num_rows // 2, _filled(num_rows // 2, form)
+        whole = self._part(name, form)
+        if not isinstance(whole, torch.Tensor | BlockScaled) or (isinstance(whole, BlockScaled) and each % BLOCK):
+            whole = self._stored.read(name, self.dtype)
+        cut = whole.rows if isinstance(whole, BlockScaled) else lambda start, stop: whole[start:stop]
+        held = form.empty(1, 2 * width, hidden, is_paired=True, memory=self._empty)
+        form.put(held, 0, cut(0, each), cut(each, num_rows))
+        return MlpWeights(Projection(held[0], None), self.projection(f"{prefix}.down_proj", num_columns=width))
 
     def projection(
         self, *prefixes: str, num_rows: int | None = None, num_columns: int | None = None, is_paired: bool = False
@@ -353,15 +375,19 @@ class WeightLoader:
         biases = [F.pad(bias, (0, num_rows - len(bias))) for bias in biases]
         return Projection(held[0], torch.cat(biases) if len(biases) == len(prefixes) else None)
 
-    def joined_projection(self, *prefixes: str) -> Projection:
+    def joined_projection(self, *prefixes: str, order: list[int] | None = None) -> Projection:
         """Read linear maps of the same input, of any numbers of rows, as one.
 
         Weights stored in FP8 stay bit for bit, unless a block would have rows of two.
+
+        Args:
+            order: the row of all in each place; None: as they are.
         """
         form, names = self._narrow_format, [f"{prefix}.weight" for prefix in prefixes]
         num_rows = [self._stored.shape(name)[0] for name in names]
         blocks: list[BlockScaled | None] = []
-        if form.keeps_fp8 and not any(count % form.multiple for count in num_rows):
+        stays = order is None or all(row // BLOCK == place // BLOCK for place, row in enumerate(order))
+        if form.keeps_fp8 and stays and not any(count % form.multiple for count in num_rows):
             blocks = [self._stored.read_blocks(name) for name in names]
         stored = [one for one in blocks if one is not None]
         whole: torch.Tensor | BlockScaled
@@ -369,10 +395,14 @@ class WeightLoader:
             whole = stack(stored)
         else:
             whole = torch.cat([self._stored.read(name, self.dtype) for name in names])
+        biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
+        bias = torch.cat(biases) if biases else None
+        if order is not None:
+            whole = whole.reordered(order) if isinstance(whole, BlockScaled) else whole[order]
+            bias = None if bias is None else bias[order]
         held = form.empty(1, sum(num_rows), self._stored.shape(names[0])[1], memory=self._empty)
         form.put(held, 0, whole)
-        biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
-        return Projection(held[0], torch.cat(biases) if biases else None)
+        return Projection(held[0], bias)
 
     def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled:
         """Return a weight to put into this form; do not keep it, as it may be a view of the mapped file."""

@@ -137,6 +137,7 @@ class MoeWeights:
     shared: MlpWeights | None
     gate_up_bias_EF: torch.Tensor | None = None  # [held, 2 * F]
     down_bias_ED: torch.Tensor | None = None  # [held, D]
+    shared_gate_1D: Any = None  # in float32, of the shared expert's factor; None: it has none
     experts_VK: torch.Tensor | None = None  # [vocabulary, experts per token] int64 of a layer that chooses by token
 
 
@@ -153,10 +154,10 @@ class StreamWeights:
 class LayerWeights:
     """One decoder layer."""
 
-    input_norm: torch.Tensor
     attention: Any  # of its kind
-    mlp_norm: torch.Tensor
     mlp: MlpWeights | MoeWeights
+    input_norm: torch.Tensor | None = None  # of the input of attention; None: there is none
+    mlp_norm: torch.Tensor | None = None
     attention_streams: StreamWeights | None = None  # None: a plain residual
     mlp_streams: StreamWeights | None = None
     attention_post_norm: torch.Tensor | None = None  # of the result of attention; None: there is none

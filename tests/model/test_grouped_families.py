@@ -219,6 +219,240 @@ SEED_OSS = {
     "tie_word_embeddings": False,
     "vocab_size": 155136,
 }
+QWEN2_MOE = QWEN2 | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151643,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "mlp_only_layers": [],
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "vocab_size": 151936,
+}
+GRANITE = {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12800,
+    "logits_scaling": 16.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49159,
+}
+OLMO2 = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
+OLMO3 = OLMO2 | {
+    "architectures": ["Olmo3ForCausalLM"],
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "sliding_window": 4096,
+    "vocab_size": 100278,
+}
+EXAONE4 = {
+    "architectures": ["Exaone4ForCausalLM"],
+    "attention_dropout": 0.0,
+    "eos_token_id": 361,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 27392,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
+    "max_position_embeddings": 131072,
+    "model_type": "exaone4",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": LLAMA["rope_scaling"] | {"factor": 16.0},
+    "rope_theta": 1000000,
+    "sliding_window": 4096,
+    "sliding_window_pattern": "LLLG",
+    "tie_word_embeddings": False,
+    "vocab_size": 102400,
+}
+EXAONE4_SMALL = EXAONE4 | {
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "layer_types": ["full_attention"] * 30,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 30,
+    "sliding_window": None,
+    "sliding_window_pattern": None,
+    "tie_word_embeddings": True,
+}
+GLM4 = {
+    "architectures": ["Glm4ForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "model_type": "glm4",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 151552,
+}
+ERNIE = {
+    "architectures": ["Ernie4_5ForCausalLM"],
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 131072,
+    "model_type": "ernie4_5",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+    "vocab_size": 103424,
+}
+SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 128012,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+PHI3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
+PHI3_LONG = PHI3 | {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {"long_factor": [1.0 + pair for pair in range(48)], "short_factor": [1.0] * 48, "type": "longrope"},
+    "sliding_window": 262144,
+}
+PHI4_MINI = PHI3_LONG | {
+    "eos_token_id": 199999,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+PHI4 = PHI3 | {
+    "eos_token_id": 100265,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "max_position_embeddings": 16384,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 10,
+    "original_max_position_embeddings": 16384,
+    "rope_theta": 250000,
+    "sliding_window": None,
+    "vocab_size": 100352,
+}
+EVERY_FOURTH = frozenset(range(3, 36, 4))
 GEMMA3_1B = {
     "architectures": ["Gemma3ForCausalLM"],
     "attention_bias": False,
@@ -351,10 +585,73 @@ PUBLISHED = {
         507_904,
     ),
     "seed-oss-36b": (SEED_OSS, {"qkv_bias": True, "out_bias": False}, 262_144),
+    "qwen1.5-moe-a2.7b": (
+        QWEN2_MOE,
+        {"qkv_bias": True, "out_bias": False, "n_shared_experts": 4, "norm_topk_prob": False, "num_moe_layers": 24},
+        196_608,
+    ),
+    "qwen2-57b-a14b": (
+        QWEN2_MOE
+        | {"hidden_size": 3584, "intermediate_size": 18944, "moe_intermediate_size": 2560, "num_hidden_layers": 28}
+        | {"num_attention_heads": 28, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8}
+        | {"shared_expert_intermediate_size": 20480},
+        {"n_shared_experts": 8, "n_routed_experts": 64, "topk_method": "greedy", "norm_topk_prob": False},
+        57_344,
+    ),
+    "granite-3.3-8b": (
+        GRANITE,
+        {
+            "softmax_scale": 0.0078125,
+            "embedding_scale": 12 / 0.22,
+            "logit_scale": 1 / 16,
+            "rms_norm_eps": 1e-5 / 0.22**2,
+        },
+        163_840,
+    ),
+    "granite-says-nothing": (
+        {key: value for key, value in GRANITE.items() if "multiplier" not in key and key != "logits_scaling"},
+        {"softmax_scale": 1.0, "embedding_scale": 1.0, "logit_scale": 1.0, "rms_norm_eps": 1e-5},
+        163_840,
+    ),
+    "olmo-2-7b": (OLMO2, {"qk_norm": "whole", "has_post_norms": True, "head_dim": 128}, 524_288),
+    "olmo-2-32b": (
+        OLMO2
+        | {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_hidden_layers": 64}
+        | {"num_key_value_heads": 8},
+        {"head_dim": 128, "num_key_value_heads": 8},
+        262_144,
+    ),
+    "olmo-3-7b": (OLMO3, {"windows": (4096, 4096, 4096, None) * 8, "qk_norm": "whole"}, 524_288),
+    "exaone-4-32b": (
+        EXAONE4,
+        {"windows": (4096, 4096, 4096, None) * 16, "nope_layers": frozenset(range(3, 64, 4)), "qk_norm": "head"},
+        262_144,
+    ),
+    "exaone-4-says-less": (
+        {key: value for key, value in EXAONE4.items() if key not in ("layer_types", "sliding_window_pattern")},
+        {"windows": (4096, 4096, 4096, None) * 16},
+        262_144,
+    ),
+    "exaone-4-1.2b": (EXAONE4_SMALL, {"windows": (None,) * 30, "nope_layers": frozenset()}, 61_440),
+    "glm-4-9b-0414": (GLM4, {"rotary_dim": 64, "qkv_bias": True, "out_bias": False, "rope_interleave": True}, 40_960),
+    "ernie-4.5-0.3b": (ERNIE, {"rotary_dim": 128, "rope_interleave": True, "tie_word_embeddings": True}, 18_432),
+    "smollm3-3b": (SMOLLM3, {"nope_layers": EVERY_FOURTH, "tie_word_embeddings": True, "head_dim": 128}, 73_728),
+    "smollm3-says-nothing": (SMOLLM3 | {"no_rope_layers": None}, {"nope_layers": EVERY_FOURTH}, 73_728),
+    "phi-3-mini-4k": (PHI3, {"windows": (2047,) * 32, "head_dim": 96, "qkv_bias": False}, 393_216),
+    "phi-3.5-mini": (PHI3_LONG, {"windows": (None,) * 32}, 393_216),
+    "phi-4": (PHI4, {"head_dim": 128, "windows": (None,) * 40, "max_positions": 16384}, 204_800),
+    "phi-4-mini": (PHI4_MINI, {"rotary_dim": 96, "head_dim": 128, "tie_word_embeddings": True}, 131_072),
     # pages of layers with windows are kept whole: twice what the others' would take
     "gpt-oss-120b": (GPT_OSS, {"has_sinks": True, "windows": (128, None) * 18, "has_fp4_experts": True}, 2 * 36_864),
     "gpt-oss-20b": (GPT_OSS_20B, {"windows": (128, None) * 12, "n_routed_experts": 32}, 2 * 24_576),
 }
+
+
+def long_rope(**changes):
+    """Phi-3's config with other factors of its pairs."""
+    return PHI3_LONG | {"rope_scaling": PHI3_LONG["rope_scaling"] | changes}
+
+
 REFUSED = {
     "qwen3-moe-with-windows": (QWEN3_MOE | {"use_sliding_window": True}, ["use_sliding_window is true", "false for"]),
     "llama3-of-another-window": (
@@ -397,6 +694,44 @@ REFUSED = {
     ),
     "mixtral-not-normed": (MIXTRAL | {"norm_topk_prob": False}, ["norm_topk_prob is false", "true for"]),
     "seed-oss-with-a-biased-output": (SEED_OSS | {"attention_out_bias": True}, ["attention_out_bias is true"]),
+    "qwen2-moe-of-another-width": (
+        QWEN2_MOE | {"shared_expert_intermediate_size": 2000},
+        ["shared_expert_intermediate_size is 2000", "a multiple of moe_intermediate_size = 1408"],
+    ),
+    "qwen2-moe-with-dense-layers": (QWEN2_MOE | {"mlp_only_layers": [0]}, ["mlp_only_layers is [0]"]),
+    "qwen2-moe-with-windows": (QWEN2_MOE | {"use_sliding_window": True}, ["use_sliding_window is true", "false for"]),
+    "granite-without-residual": (GRANITE | {"residual_multiplier": 0.0}, ["residual_multiplier is 0.0", "above 0"]),
+    "llama-with-multipliers": (
+        LLAMA | {"embedding_multiplier": 12.0, "logits_scaling": 1.0},
+        ["embedding_multiplier is 12.0", "changes what"],
+    ),
+    "olmo2-with-windows": (OLMO2 | {"sliding_window": 4096}, ["sliding_window is 4096", "changes what"]),
+    "exaone-4-of-letters-alone": (
+        EXAONE4 | {"layer_types": None},
+        ['sliding_window_pattern is "LLLG"', "a whole number"],
+    ),
+    "exaone-4-without-window": (EXAONE4 | {"sliding_window": None}, ["layer_types", '"full_attention" for every']),
+    "exaone-4-with-biases": (EXAONE4 | {"attention_bias": True}, ["attention_bias is true", "false for"]),
+    "glm-4-of-other-heads": (GLM4 | {"partial_rotary_factor": 0.26}, ["partial_rotary_factor is 0.26", "even number"]),
+    "ernie-with-biases": (ERNIE | {"use_bias": True}, ["use_bias is true", "changes what"]),
+    "smollm3-with-windows": (SMOLLM3 | {"use_sliding_window": True}, ["use_sliding_window is true", "false for"]),
+    "smollm3-of-fewer-layers": (SMOLLM3 | {"no_rope_layers": [1, 0]}, ["no_rope_layers is [1, 0]", "each of 36"]),
+    "llama-without-rope": (LLAMA | {"no_rope_layers": [1, 0] * 16}, ["no_rope_layers is [1", "changes what"]),
+    "phi3-with-biases": (PHI3 | {"attention_bias": True}, ["attention_bias is true", "false for this model_type"]),
+    "phi3-of-yarn": (long_rope(type="yarn"), ['rope_scaling.rope_type is "yarn"', '"longrope"']),
+    "phi3-without-factors": (
+        long_rope(short_factor=None),
+        ["rope_scaling.short_factor is null", "one per rotary pair"],
+    ),
+    "phi3-of-zeros": (long_rope(long_factor=[0.0] * 48), ["rope_scaling.long_factor is [0.0", "above 0"]),
+    "phi3-of-unequal-lists": (long_rope(short_factor=[1.0] * 47), ['"48 numbers"', "as many as short_factor has: 47"]),
+    "phi3-of-more-pairs": (PHI3_LONG | {"partial_rotary_factor": 0.5}, ["rope_scaling.long_factor", "24 numbers"]),
+    "phi3-of-two-scales": (long_rope(long_mscale=1.2), ["rope_scaling.long_mscale is 1.2"]),
+    "phi3-of-two-lengths": (
+        long_rope(original_max_position_embeddings=8192),
+        ["rope_scaling.original_max_position_embeddings is 8192", "4096, as outside"],
+    ),
+    "phi4-mini-interpolated": (PHI4_MINI | {"interpolate_factor": 2}, ["interpolate_factor is 2"]),
     "gemma-of-both-directions": (GEMMA3_1B | {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
     "gemma-with-capped-logits": (GEMMA3_1B | {"final_logit_softcapping": 30.0}, ["final_logit_softcapping is 30.0"]),
     "gemma-with-capped-scores": (GEMMA3_1B | {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping is 50.0"]),
@@ -471,6 +806,17 @@ def test_angles_of_gpt_oss_are_scaled_as_published(tmp_path):
     assert rope.cos_sin_scale == pytest.approx(1.3466, abs=1e-4)
 
 
+def test_long_factors_count_where_the_window_is_longer_than_the_original_one(tmp_path):
+    rope = load(tmp_path, PHI3_LONG).attention.rope
+    assert rope.pair_factors == tuple(PHI3_LONG["rope_scaling"]["long_factor"])
+    assert rope.cos_sin_scale == pytest.approx(1.1902, abs=1e-4)
+    rope = load(tmp_path, PHI3_LONG | {"max_position_embeddings": 4096}).attention.rope
+    assert (rope.pair_factors, rope.cos_sin_scale) == ((1.0,) * 48, 1.0)
+    rope = load(tmp_path, long_rope(attention_factor=1.25) | {"max_position_embeddings": 4096}).attention.rope
+    assert (rope.pair_factors, rope.cos_sin_scale) == ((1.0,) * 48, 1.25)
+    assert load(tmp_path, long_rope(type="su")).attention.rope == load(tmp_path, PHI3_LONG).attention.rope
+
+
 @pytest.mark.parametrize("values", [GEMMA3_270M, GEMMA3_1B, GEMMA3_4B, GEMMA3_27B], ids=["270m", "1b", "4b", "27b"])
 def test_gemma_is_read_as_by_transformers_from_old_and_new_files(tmp_path, values):
     of_type = {key: value for key, value in copy.deepcopy(values).items() if key != "model_type"}
@@ -490,18 +836,20 @@ def test_gemma_is_read_as_by_transformers_from_old_and_new_files(tmp_path, value
     assert {key: value(config, key) for key in (*sizes, *others)} == {
         key: getattr(text, key) for key in (*sizes, *others)
     }
-    assert config.attention.query_scalar == text.query_pre_attn_scalar
+    assert config.attention.softmax_scale == text.query_pre_attn_scalar**-0.5
 
 
 def test_a_missing_window_is_that_of_transformers(tmp_path):
-    for values in (MISTRAL, MIXTRAL):
+    for values in (MISTRAL, MIXTRAL, PHI3):
         config = load(tmp_path, {key: value for key, value in values.items() if key != "sliding_window"})
         theirs = AutoConfig.for_model(values["model_type"]).sliding_window
         assert set(config.attention.windows) == {theirs}
 
 
 @pytest.mark.parametrize(
-    "values", [GLM_AIR, MINIMAX, QWEN3, QWEN2, MISTRAL, MIXTRAL, SEED_OSS], ids=lambda values: values["model_type"]
+    "values",
+    [GLM_AIR, MINIMAX, QWEN3, QWEN2, MISTRAL, MIXTRAL, SEED_OSS, PHI3, SMOLLM3, QWEN2_MOE, OLMO2, EXAONE4, GLM4, ERNIE],
+    ids=lambda values: values["model_type"],
 )
 def test_keys_that_are_missing_have_the_values_of_transformers(tmp_path, values):
     absent = ("rms_norm_eps", "rope_theta")

@@ -167,8 +167,10 @@ def test_narrower_dtypes_end_well(folders, name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt-oss", *(pytest.param(name, marks=pytest.mark.all) for name in ("qwen3-moe", "gemma3-text"))]
-)  # the first has most
+    "name",
+    # make test: the first has more
+    ["gpt-oss", *(pytest.param(name, marks=pytest.mark.all) for name in ("qwen3-moe", "qwen2-moe", "gemma3-text"))],
+)
 def test_a_converted_model_gives_the_same_answers_on_two_ranks(folders, name):
     folder = folders(name)
     shutil.rmtree(folder / "converted", ignore_errors=True)
@@ -287,6 +289,19 @@ def test_fp4_is_refused_where_experts_are_not_stored_so(folders, tmp_path):
         assert ended.code == 2
         assert "not stored in FP4" in ended.err
     assert not (tmp_path / "made").exists()
+
+
+def test_a_plan_says_that_the_long_factors_count(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"ids": pa.array([[5, 6, 7]], pa.list_(pa.int32()))})
+    for name, says in (("phi3-long", True), ("phi3-short", False)):
+        make_checkpoint(tmp_path / name, name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(RANDOM_MODEL / file, tmp_path / name / file)
+        ids = {"prompt": None, "token_ids": "ids"}
+        job = write_job(tmp_path, input=ids, model={"path": name}, output={"dir": f"of-{name}"})
+        ended = batchinfer("plan", job)
+        assert ended.code == 0, ended.err
+        assert ("the angles of all requests are by long_factor" in ended.err) == says
 
 
 @pytest.mark.parametrize("name", GROUPED_MODELS)

@@ -37,6 +37,12 @@ INVARIANT_MODELS = (
     "qwen3-moe-normed",
     "llama-biased",
     "mistral-windows",
+    "smollm3",
+    "qwen2-moe",
+    "granite",
+    "olmo2",
+    "exaone4",
+    "glm4",
     "minimax-m2",
     "gpt-oss",
 )

@@ -21,7 +21,7 @@ from batchinfer_kernels.reference import grouped_mlp, linear, quantize_fp8_block
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.weight_format import format_of
 from support.checkpoints import edit_config, make_checkpoint, read_tensors, split_into_shards, write_tensors
-from support.packed_weights import pack, pack_int4
+from support.packed_weights import AWQ, GPTQ, pack, pack_int4, pack_with_zeros
 from support.small_weights import FP8, IN_BFLOAT16, RAGGED, WHOLE_GROUPS, change, load, quantise
 
 
@@ -335,6 +335,26 @@ def test_queries_keys_and_values_in_fp8_are_joined_bit_for_bit_unless_a_block_wo
         assert torch.equal(held.scales, rounded.scales)
 
 
+@pytest.mark.parametrize(("head_dim", "is_kept"), [(64, True), (48, False)])
+def test_neighbouring_rotary_pairs_are_put_a_half_apart_in_their_blocks_if_they_stay_there(tmp_path, head_dim, is_kept):
+    make_checkpoint(tmp_path, "glm4", hidden_size=128, num_attention_heads=4, head_dim=head_dim, rope_parameters=None)
+    plain = quantise(tmp_path)
+    names = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
+    half = head_dim // 2  # which is rotated
+    pairs = [*range(0, half, 2), *range(1, half, 2), *range(half, head_dim)]
+    order = [head * head_dim + row for head in range(6) for row in pairs] + list(range(6 * head_dim, 8 * head_dim))
+    held = load(tmp_path, **IN_BFLOAT16).layers[1].attention.qkv
+    if is_kept:
+        stored = stored_bits(tmp_path, *names)
+        assert torch.equal(held.weight.values.view(torch.uint8), torch.cat([values[0] for values, _ in stored])[order])
+        assert torch.equal(held.weight.scales, torch.cat([scales[0] for _, scales in stored]))
+    else:
+        rounded = BlockScaled(*quantize_fp8_block(torch.cat([plain[name].bfloat16() for name in names])[order]))
+        assert torch.equal(held.weight.values.view(torch.uint8), rounded.values.view(torch.uint8))
+    biases = [read_tensors(tmp_path)[name.replace("weight", "bias")] for name in names]
+    assert torch.equal(held.bias, torch.cat(biases)[order].bfloat16())
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 def test_experts_that_change_places_stay_the_stored_bytes(sizes, tmp_path):
     make_checkpoint(tmp_path, "v3", **SIZES[sizes])
@@ -347,6 +367,65 @@ def test_experts_that_change_places_stay_the_stored_bytes(sizes, tmp_path):
             stored = stored_bits(tmp_path, *(f"{prefix}.{part}_proj.weight" for part in ("gate", "up")))
             assert_holds(moved.layers[layer].mlp.gate_up_EFD[slot], stored)
             assert_holds(moved.layers[layer].mlp.down_EDF[slot], stored_bits(tmp_path, f"{prefix}.down_proj.weight"))
+
+
+JOINED = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def take_apart(folder, sizes):
+    """Store the joined projections of a phi3 as a llama does."""
+    heads, kv_heads = (sizes["head_dim"] * sizes[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    tensors = {}
+    for name, tensor in read_tensors(folder).items():
+        if name.endswith("qkv_proj.weight"):
+            parts = dict(zip("qkv", tensor.split([heads, kv_heads, kv_heads]), strict=True))
+            tensors |= {name.replace("qkv_proj", f"{part}_proj"): rows for part, rows in parts.items()}
+        elif name.endswith("gate_up_proj.weight"):
+            parts = dict(zip(("gate", "up"), tensor.chunk(2), strict=True))
+            tensors |= {name.replace("gate_up", part): rows for part, rows in parts.items()}
+        else:
+            tensors[name] = tensor
+    write_tensors(folder, tensors)
+    edit_config(folder, model_type="llama", architectures=["LlamaForCausalLM"], sliding_window=None)
+
+
+@pytest.mark.parametrize(
+    ("store", "options"),
+    [
+        *((store, {}) for store in ("plain", "fp8", "compressed-tensors", "gptq", "awq")),
+        *((store, IN_BFLOAT16) for store in ("plain", "compressed-tensors", "gptq", "awq")),
+    ],
+)
+def test_joined_projections_equal_those_that_are_stored_apart(tmp_path, store, options):
+    make_checkpoint(tmp_path, "phi3", **JOINED, intermediate_size=96)
+    plain = read_tensors(tmp_path)
+    if store == "fp8":
+        plain = quantise(tmp_path)
+    elif store == "compressed-tensors":
+        plain = pack_int4(tmp_path, words="_proj.")
+    elif store != "plain":
+        plain = pack_with_zeros(tmp_path, GPTQ if store == "gptq" else AWQ)
+    joined = load(tmp_path, **options)
+    write_tensors(tmp_path, plain)
+    edit_config(tmp_path, quantization_config=None)
+    take_apart(tmp_path, JOINED)
+    assert same(joined, load(tmp_path, **options))
+
+
+@pytest.mark.parametrize("width", [96, 128])
+def test_joined_projections_in_fp8_stay_bit_for_bit_unless_a_block_would_have_rows_of_gate_and_up(tmp_path, width):
+    make_checkpoint(tmp_path, "phi3", **JOINED, intermediate_size=width)
+    plain = quantise(tmp_path)
+    layer, prefix = load(tmp_path, **IN_BFLOAT16).layers[1], "model.layers.1"
+    for held, name in ((layer.attention.qkv, "self_attn.qkv_proj"), (layer.mlp.gate_up, "mlp.gate_up_proj")):
+        if width == 128 or "qkv" in name:
+            ((values, scales),) = stored_bits(tmp_path, f"{prefix}.{name}.weight")
+        else:
+            rounded = BlockScaled.empty(1, 256, 64)
+            rounded.put(0, *plain[f"{prefix}.{name}.weight"].bfloat16().chunk(2))
+            values, scales = rounded.values.view(torch.uint8), rounded.scales
+        assert torch.equal(held.weight.values.view(torch.uint8), values[0])
+        assert torch.equal(held.weight.scales, scales[0])
 
 
 def test_extra_prediction_layers_and_known_leftovers_are_left_alone(tmp_path):

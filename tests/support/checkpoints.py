@@ -21,10 +21,16 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -33,6 +39,8 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     LlamaConfig,
@@ -47,16 +55,26 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
     YoutuConfig,
     YoutuForCausalLM,
 )
@@ -134,6 +152,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.0, 2.7, 9.5]}
 GEMMA3: dict[str, Any] = {
     "num_attention_heads": 4,
     "head_dim": 10,
@@ -289,6 +308,60 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-text": ("gemma3_text", GEMMA3),
     "gemma3": ("gemma3", GEMMA3 | {"num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": 7}),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}),
+    "qwen2-moe": ("qwen2_moe", GQA_EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "qwen2-moe-normed": (
+        "qwen2_moe",
+        GQA_EXPERTS | {"shared_expert_intermediate_size": 24, "norm_topk_prob": True, "qkv_bias": False},
+    ),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+        | {"tie_word_embeddings": True, "num_attention_heads": 4, "rms_norm_eps": 1e-3},
+    ),
+    "granite-biased": (
+        "granite",
+        {"embedding_multiplier": 0.3, "residual_multiplier": 1.7, "logits_scaling": 0.7, "attention_multiplier": 0.4}
+        | {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 4},
+    ),
+    "olmo2": ("olmo2", {"rope_parameters": YARN, "num_attention_heads": 4}),
+    "olmo2-biased": ("olmo2", {"attention_bias": True, "num_attention_heads": 4, "tie_word_embeddings": True}),
+    "olmo3": (
+        "olmo3",
+        {
+            "num_attention_heads": 4,
+            "num_hidden_layers": 4,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "glm4": ("glm4", {"num_attention_heads": 4, "rms_norm_eps": 1e-4, "rope_parameters": YARN}),
+    "glm4-plain": (
+        "glm4",
+        {"attention_bias": False, "head_dim": 12, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    ),
+    "ernie4-5": ("ernie4_5", {"num_attention_heads": 4}),
+    "exaone4": ("exaone4", {"num_hidden_layers": 4, "sliding_window": 40, "rope_parameters": LLAMA3, "head_dim": 10}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3, "head_dim": 10}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "smollm3-yarn": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+        | {"rope_parameters": YARN},
+    ),
+    "phi3": ("phi3", {"sliding_window": 40, "num_key_value_heads": 6, "tie_word_embeddings": True}),
+    "phi3-long": (
+        "phi3",
+        {"max_position_embeddings": 512, "original_max_position_embeddings": 16, "head_dim": 10, "hidden_size": 60}
+        | {"rope_parameters": LONGROPE, "partial_rotary_factor": 0.6},
+    ),
+    "phi3-short": (
+        "phi3",
+        {"original_max_position_embeddings": 512, "head_dim": 10, "hidden_size": 60, "sliding_window": 512}
+        | {"rope_parameters": LONGROPE | {"factor": 4.0}, "partial_rotary_factor": 0.6},
+    ),
     "v2-yarn": ("deepseek_v2", V2 | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
 _TEXT_OF = {"mistral3": "mistral4", "mistral3_dense": "mistral", "gemma3": "gemma3_text"}  # the language model's family
@@ -318,11 +391,25 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
+    "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
+    "exaone4": (Exaone4Config, Exaone4ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 _BASES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2", "gpt_oss"), GQA),
     **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss", "gemma3_text", "gemma3"), GQA),
+    **dict.fromkeys(
+        ("qwen2_moe", "granite", "olmo2", "olmo3", "glm4", "ernie4_5", "exaone4"), GQA | {"pad_token_id": None}
+    ),
+    "smollm3": GQA | {"pad_token_id": None},
+    "phi3": GQA | {"head_dim": 8, "hidden_size": 48, "pad_token_id": None},
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
     "youtu": {key: value for key, value in BASE.items() if key not in _MOE_KEYS}
     | {"bos_token_id": 0, "eos_token_id": 1},

@@ -124,8 +124,8 @@ def attention_of(
 
 
 def moe_of(ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Tensor, dispatcher: Dispatcher) -> MoeMlp:
-    """Return a fused MoE if all weights are packed, none has a bias, and rows are whole steps of a product."""
-    if config.expert_clamp is not None:
+    """Return a fused MoE if all weights are packed, without biases or a gate, and rows are whole steps of a product."""
+    if config.expert_clamp is not None or weights.shared_gate_1D is not None:
         return MoeMlp(ops, config, weights, norm_D, dispatcher)
     shared = weights.shared
     of_shared = () if shared is None else (plain_weight(shared.gate_up), plain_weight(shared.down))

@@ -51,6 +51,11 @@ class BlockScaled:
         assert start % BLOCK == 0, "a block is cut"
         return BlockScaled(self.values[start:stop], self.scales[start // BLOCK : -(-stop // BLOCK)])
 
+    def reordered(self, order: list[int]) -> BlockScaled:
+        """Return one weight with its rows in this order, each in its block."""
+        bytes_NM = self.values.view(torch.uint8)[order]
+        return BlockScaled(bytes_NM.view(self.values.dtype), self.scales)
+
     def put(self, slot: int, *parts: torch.Tensor | BlockScaled) -> None:
         """Put a weight into a slot, in one part or in equal parts above each other.
 
