@@ -17,7 +17,7 @@ from batchinfer.checked_json import read_json
 from batchinfer.records import DamagedFileError, ModelError
 
 MANIFEST = "packed.json"
-LAYOUT = 1  # version of panels (cpu/csrc/pack.cpp) and files (packed_files.py): raise it when either changes
+LAYOUT = 2  # version of panels (cpu/csrc/pack.cpp) and files (packed_files.py): raise it when either changes
 ENDS = "ends.safetensors"
 MTP = "mtp.safetensors"
 # tensors [E, …] of a layer with routed experts, of which a rank may hold a part

@@ -204,13 +204,13 @@ def test_the_layout_has_a_version_that_changes_with_it():
     weight = torch.randint(-64, 64, (70, 130), generator=generator).float().bfloat16()
     tensors = [packed.pack(weight), packed.pack(weight, is_int8=True), packed.pack(weight, is_int4=True)]
     digest = blake2b(b"".join(one.data.numpy().tobytes() for one in tensors), digest_size=8).hexdigest()
-    assert (LAYOUT, digest) == (1, "4926b302edc21283"), "panels have changed: raise packed_folder.LAYOUT"
+    assert (LAYOUT, digest) == (2, "13a9204c807ac5af"), "panels have changed: raise packed_folder.LAYOUT"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"layout": LAYOUT + 1}, "was converted to layout 2, this version reads 1; run `batchinfer convert"),
+        ({"layout": LAYOUT + 1}, "was converted to layout 3, this version reads 2; run `batchinfer convert"),
         ({"dtype": "fp8"}, "was converted to fp8, but model.dtype is 'int4'; run `batchinfer convert"),
         ({"files": {"ends.safetensors": {"bytes": 7}}}, "ends.safetensors has"),
         ({"files": {"layer-00077.safetensors": {"bytes": 7}}}, "layer-00077.safetensors is missing"),
