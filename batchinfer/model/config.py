@@ -4,7 +4,6 @@ The families of families.py are understood, each as written by the original rele
 `first_k_dense_replace`) and by newer libraries (`rope_parameters`, `num_mtp_layers`, `mlp_layer_types`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -89,34 +88,14 @@ class ModelConfig:
         return self.max_position_embeddings
 
     @property
-    def layer_norms(self) -> Mapping[str, str]:
-        """Names of the norms around attention and MLP in a checkpoint, by field of LayerWeights."""
-        return FAMILIES[self.family].norms
-
-    @property
-    def has_wide_norms(self) -> bool:
-        """Whether weights of norms are multiplied in float32."""
-        return self.norms_from_one or FAMILIES[self.family].wide_norms
+    def family_row(self) -> Family:
+        """The family's row of FAMILIES."""
+        return FAMILIES[self.family]
 
     @property
     def has_post_norms(self) -> bool:
         """Whether the results of attention and MLP are normed before they are added to the residual."""
-        return "attention_post_norm" in self.layer_norms
-
-    @property
-    def has_longrope(self) -> bool:
-        """Whether each rotary pair has a factor of its own."""
-        return self.attention.rope.rope_type == "longrope"
-
-    @property
-    def has_joined_mlp(self) -> bool:
-        """Whether gate and up of dense layers are one tensor in files."""
-        return FAMILIES[self.family].joined_mlp
-
-    @property
-    def has_shared_gate(self) -> bool:
-        """Whether the shared expert's result is times the sigmoid of a product."""
-        return FAMILIES[self.family].has_shared_gate
+        return "attention_post_norm" in self.family_row.norms
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether this layer routes to experts (otherwise it has one dense MLP)."""

@@ -83,7 +83,7 @@ class Family:
     fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that must have this value
     activation: tuple[str, str] = ("hidden_act", "silu")  # of dense MLPs: its key and only value
     norms_from_one: bool = False  # weights of norms are stored less 1
-    wide_norms: bool = False  # weights of norms are multiplied in float32; those that are stored less 1 always are
+    wide_norms: bool = False  # weights of norms stay in float32
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)  # of a layer, by field of LayerWeights
     scales_embedding: bool = False  # by the root of hidden_size
     # further keys where config.json does not say them; query_pre_attn_scalar is read where it is among them
@@ -292,6 +292,7 @@ FAMILIES: dict[str, Family] = {
         grouped=Grouped(qk_norm="head", windows="pattern", window=4096, window_theta=10000.0),
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norms_from_one=True,
+        wide_norms=True,
         norms={
             "input_norm": "input_layernorm",
             "attention_post_norm": "post_attention_layernorm",

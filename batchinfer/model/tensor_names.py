@@ -152,7 +152,7 @@ def mtp_tensors(config: ModelConfig) -> Tensors:
 
 def _expected_layer(config: ModelConfig, layer: int) -> Tensors:
     prefix, hidden = f"model.layers.{layer}", config.hidden_size
-    for name in config.layer_norms.values():
+    for name in config.family_row.norms.values():
         yield f"{prefix}.{name}.weight", (hidden,)
     yield from config.attention.tensors(f"{prefix}.self_attn", hidden, layer)
     if config.hyper is not None:
@@ -160,7 +160,7 @@ def _expected_layer(config: ModelConfig, layer: int) -> Tensors:
     if config.is_moe_layer(layer):
         yield from _expected_moe(config, f"{prefix}.mlp", layer)
     else:
-        joined = config.has_joined_mlp
+        joined = config.family_row.joined_mlp
         yield from _expected_mlp(f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias, joined=joined)
 
 
@@ -176,7 +176,7 @@ def _expected_moe(config: ModelConfig, prefix: str, layer: int) -> Tensors:
         yield f"{prefix}.gate.bias", (config.n_routed_experts,)
     for expert in range(config.n_routed_experts):
         yield from _expected_mlp(f"{prefix}.experts.{expert}", hidden, width, bias=has_biases)
-    if config.has_shared_gate:
+    if config.family_row.has_shared_gate:
         yield f"{prefix}.shared_expert_gate.weight", (1, hidden)
     if config.n_shared_experts:
         yield from _expected_mlp(

@@ -34,8 +34,8 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
     mlps = model.num_moe_layers * model.n_shared_experts * expert + dense * _mlp(hidden, model.intermediate_size)
 
     maps = sum(num_in * _filled(num_out) for one in matrices for num_in, num_out in one.wide)
-    norms = sum(one.num_others for one in matrices) + layers * len(model.layer_norms) * hidden
-    norms *= 1 + model.has_wide_norms  # in float32
+    norms = sum(one.num_others for one in matrices) + layers * len(model.family_row.norms) * hidden
+    norms *= 1 + model.family_row.wide_norms  # in float32
     vocabulary = (1 + (not model.tie_word_embeddings)) * _filled(model.vocab_size) * hidden
     if model.hyper is not None:
         norms += model.hyper.num_values(hidden, layers)

@@ -232,8 +232,8 @@ class WeightLoader:
         return out.copy_(self._stored.read(name, out.dtype, finite=finite))
 
     def norm(self, name: str) -> torch.Tensor:
-        """Return the weight of a norm; in float32 if it is stored less 1, as the sum has no room in bfloat16."""
-        if not self.config.has_wide_norms:
+        """Return the weight of a norm, in float32 if the family says so: 1 + a stored one has no room in bfloat16."""
+        if not self.config.family_row.wide_norms:
             return self.tensor(name)
         weight = self.tensor(name, torch.float32)
         return weight.add_(1) if self.config.norms_from_one else weight
@@ -262,7 +262,7 @@ class WeightLoader:
         self.checkpoint.unmap()
         prefix, attention = f"model.layers.{layer}", self.config.attention
         return LayerWeights(
-            **{field: self.norm(f"{prefix}.{name}.weight") for field, name in self.config.layer_norms.items()},
+            **{field: self.norm(f"{prefix}.{name}.weight") for field, name in self.config.family_row.norms.items()},
             attention=kind_of(attention).load(self, attention, f"{prefix}.self_attn", layer),
             mlp=self._moe(f"{prefix}.mlp") if self.config.is_moe_layer(layer) else self._mlp(f"{prefix}.mlp"),
             attention_streams=self.streams(f"{prefix}.hc_attn"),
@@ -278,7 +278,7 @@ class WeightLoader:
 
     def _moe(self, prefix: str) -> MoeWeights:
         """Read a layer's experts; routed ones are packed one by one, so that each is in memory once."""
-        expert_ids = next(self._next_expert_ids)  # layers are read in order
+        row, expert_ids = self.config.family_row, next(self._next_expert_ids)  # layers are read in order
         num_held, hidden, form = len(expert_ids), self.config.hidden_size, self._expert_format
         width = _filled(self.config.moe_intermediate_size, form)
         bias = next((name for name in (f"{prefix}.gate.{one}" for one in _BIASES) if name in self.checkpoint), None)
@@ -289,7 +289,7 @@ class WeightLoader:
             gate_up_EFD=form.empty(num_held, 2 * width, hidden, is_paired=True, memory=self._empty),
             down_EDF=form.empty(num_held, hidden, width, memory=self._empty),
             shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
-            shared_gate_1D=self.router(f"{prefix}.shared_expert_gate.weight") if self.config.has_shared_gate else None,
+            shared_gate_1D=self.router(f"{prefix}.shared_expert_gate.weight") if row.has_shared_gate else None,
             gate_up_bias_EF=self._empty((num_held, 2 * width), self.dtype).zero_() if has_biases else None,
             down_bias_ED=self._empty((num_held, hidden), self.dtype) if has_biases else None,
             experts_VK=self._experts_by_token(f"{prefix}.gate.tid2eid"),
@@ -334,7 +334,7 @@ class WeightLoader:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _mlp(self, prefix: str) -> MlpWeights:
-        if self.config.has_joined_mlp:
+        if self.config.family_row.joined_mlp:
             return self._joined_mlp(prefix)
         width = _filled(self._stored.shape(f"{prefix}.gate_proj.weight")[0], self._narrow_format)
         gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))

@@ -230,7 +230,8 @@ def _plan(
         )
     if job.kv.dtype == FP8:
         note("KV is stored in FP8 (kv.dtype): answers differ from those with KV in bfloat16")
-    if (original := model.attention.rope.original_max_positions) < model.max_positions and model.has_longrope:
+    rope = model.attention.rope
+    if rope.rope_type == "longrope" and (original := rope.original_max_positions) < model.max_positions:
         note(
             f"the angles of all requests are by long_factor (longrope), as the window of {model.max_positions:,} "
             f"tokens is above original_max_position_embeddings = {original:,}; transformers takes short_factor "

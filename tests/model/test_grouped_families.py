@@ -638,7 +638,7 @@ PUBLISHED = {
     "smollm3-3b": (SMOLLM3, {"nope_layers": EVERY_FOURTH, "tie_word_embeddings": True, "head_dim": 128}, 73_728),
     "smollm3-says-nothing": (SMOLLM3 | {"no_rope_layers": None}, {"nope_layers": EVERY_FOURTH}, 73_728),
     "phi-3-mini-4k": (PHI3, {"windows": (2047,) * 32, "head_dim": 96, "qkv_bias": False}, 393_216),
-    "phi-3.5-mini": (PHI3_LONG, {"windows": (None,) * 32, "has_longrope": True}, 393_216),
+    "phi-3.5-mini": (PHI3_LONG, {"windows": (None,) * 32}, 393_216),
     "phi-4": (PHI4, {"head_dim": 128, "windows": (None,) * 40, "max_positions": 16384}, 204_800),
     "phi-4-mini": (PHI4_MINI, {"rotary_dim": 96, "head_dim": 128, "tie_word_embeddings": True}, 131_072),
     # pages of layers with windows are kept whole: twice what the others' would take
@@ -719,7 +719,10 @@ REFUSED = {
     "llama-without-rope": (LLAMA | {"no_rope_layers": [1, 0] * 16}, ["no_rope_layers is [1", "changes what"]),
     "phi3-with-biases": (PHI3 | {"attention_bias": True}, ["attention_bias is true", "false for this model_type"]),
     "phi3-of-yarn": (long_rope(type="yarn"), ['rope_scaling.rope_type is "yarn"', '"longrope"']),
-    "phi3-without-factors": (long_rope(short_factor=None), ["rope_scaling.short_factor is null", "rotary pair"]),
+    "phi3-without-factors": (
+        long_rope(short_factor=None),
+        ["rope_scaling.short_factor is null", "one per rotary pair"],
+    ),
     "phi3-of-zeros": (long_rope(long_factor=[0.0] * 48), ["rope_scaling.long_factor is [0.0", "above 0"]),
     "phi3-of-unequal-lists": (long_rope(short_factor=[1.0] * 47), ['"48 numbers"', "as many as short_factor has: 47"]),
     "phi3-of-more-pairs": (PHI3_LONG | {"partial_rotary_factor": 0.5}, ["rope_scaling.long_factor", "24 numbers"]),
