@@ -120,6 +120,8 @@ class Float64Model:
         own, scores = list[torch.Tensor](), list[torch.Tensor]()
         hidden_TD = weights.embedding[torch.tensor(tokens)].double()
         for layer in weights.layers:
+            assert layer.input_norm is not None
+            assert layer.mlp_norm is not None
             x_TD = self._norm(hidden_TD, layer.input_norm, self._config.rms_norm_eps, rounding)
             hidden_TD = rounding.bfloat16(hidden_TD + self._attend(x_TD, layer.attention, rounding))
             x_TD = self._norm(hidden_TD, layer.mlp_norm, self._config.rms_norm_eps, rounding)

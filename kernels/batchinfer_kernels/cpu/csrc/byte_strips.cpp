@@ -61,14 +61,16 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
         }
       }
     }
+    Floats column_scales[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      const Floats scale = low_values(load_bits(scales + block * kPanelColumns + 16 * n));
+    for (int n = 0; n < N; ++n) column_scales[n] = low_values(load_bits(scales + block * kPanelColumns + 16 * n));
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const Floats both = floats(x_scales[r][block]) * scale;
+    for (int r = 0; r < R; ++r) {
+      const Floats x_scale = floats(x_scales[r][block]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
         float* const at = out + r * kPanelColumns + 16 * n;
-        store(at, multiply_add(as_floats(sums[r][n]), both, block ? load(at) : floats(0.0f)));
+        store(at, multiply_add(as_floats(sums[r][n]), x_scale * column_scales[n], block ? load(at) : floats(0.0f)));
       }
     }
   }
