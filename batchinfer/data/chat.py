@@ -171,9 +171,11 @@ class ChatTemplate:
 _JINJA = re.compile(r"\{[{%]")
 # filters that make a text of any value: "None" of null
 _TEXT_FILTERS = (
-    "capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "replace", "safe", "string",
-    "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap",
+    "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "pprint", "replace", "safe",
+    "string", "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap",
 )  # fmt: skip
+_FILLING_FILTERS = ("format", "replace")  # write their arguments, too
+_WRITTEN = "not null"  # an own filter, by a name that no template can have
 
 
 class RowTemplate:
@@ -192,14 +194,24 @@ class RowTemplate:
     def __init__(self, text: str, key: str) -> None:
         self._key, is_system = key, key == "input.system"
         environment = _environment(undefined=StrictUndefined, finalize=_not_null, keep_trailing_newline=is_system)
-        environment.filters |= {name: _refusing_null(environment.filters[name]) for name in _TEXT_FILTERS}
-        environment.filters["join"] = _join
+        environment.filters |= {
+            name: _refusing_null(environment.filters[name], fills=name in _FILLING_FILTERS) for name in _TEXT_FILTERS
+        }
+        environment.filters |= {"join": _join, _WRITTEN: _not_null}
+        environment.intercepted_binops = frozenset("%")
+        environment.binop_table["%"] = _remainder
         try:
             tree = environment.parse(text)
             self.columns = sorted(meta.find_undeclared_variables(tree) - set(environment.globals))
             for joined in tree.find_all(nodes.Concat):  # a ~ b
                 joined.nodes = [nodes.Filter(part, "string", [], [], None, None) for part in joined.nodes]
                 joined.set_environment(environment)
+            for call in tree.find_all(nodes.Call):  # "{}".format(a)
+                if isinstance(call.node, nodes.Getattr) and call.node.attr == "format":
+                    call.args = [nodes.Filter(value, _WRITTEN, [], [], None, None) for value in call.args]
+                    for option in call.kwargs:
+                        option.value = nodes.Filter(option.value, _WRITTEN, [], [], None, None)
+                    call.set_environment(environment)
             self._template = environment.from_string(tree)
         except (TemplateError, ChatError, RecursionError) as error:
             raise ModelError(f"{key} is not valid Jinja: {_one_line(error)}; correct it") from None
@@ -299,16 +311,27 @@ def _not_null(value: Any) -> Any:
     return value
 
 
-def _refusing_null(text_filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter of Jinja that does not write null."""
+def _refusing_null(text_filter: Callable[..., Any], *, fills: bool) -> Callable[..., Any]:
+    """Return a filter of Jinja that does not write null; one that `fills` writes its arguments, too."""
     place = int(hasattr(text_filter, "jinja_pass_arg"))  # the environment comes first
 
     @functools.wraps(text_filter)
     def checked(*arguments: Any, **options: Any) -> Any:
-        _not_null(arguments[place])
+        for value in [*arguments[place:], *options.values()] if fills else arguments[place : place + 1]:
+            _not_null(value)
         return text_filter(*arguments, **options)
 
     return checked
+
+
+def _remainder(left: Any, right: Any) -> Any:
+    """Return left % right, or a text with values in it, none of which is null."""
+    if isinstance(left, str) and isinstance(right, dict):
+        return left % {key: value for key, value in right.items() if value is not None}  # others may be left out
+    if isinstance(left, str):
+        for value in right if isinstance(right, tuple) else (right,):
+            _not_null(value)
+    return left % right
 
 
 @pass_eval_context

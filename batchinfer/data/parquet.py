@@ -173,16 +173,16 @@ def sealed_table(source: Path | bytes) -> pa.BufferReader:
     return pa.BufferReader(data)
 
 
-def check_sealed(path: Path, **remedy: str) -> None:
+def check_sealed(path: Path, *, shown: Path | None = None, **remedy: str) -> None:
     """Check a table that contains its own checksum.
 
     Args:
-        remedy: of DamagedFileError.
+        shown, remedy: path and remedy of DamagedFileError; None: `path`.
 
     Raises:
         DamagedFileError: the file is missing or damaged.
     """
-    with own_file(path, **remedy):
+    with own_file(shown or path, **remedy):
         pq.read_metadata(sealed_table(path))  # a table that was cut has lost the checksum, and its end
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from batchinfer.config import VALUE_BYTES
 from batchinfer.model.config import ModelConfig
 
-_PROJECTED_FP8 = 1.04  # bytes of a weight in 8 bits, with its share of the scales
+PROJECTED_FP8 = 134 / 128  # bytes of a weight in 8 bits; 128 share a sum in 32 bits and a scale in 16
 _EXPERTS_4_BITS = 18 / 32  # of one in 4 bits, where 32 share a scale
 _COLUMNS = 64  # results of a packed weight are filled up to a multiple
 _SLACK_BYTES = 1 << 20  # for the alignment of tensors
@@ -63,7 +63,7 @@ def step_bytes(model: ModelConfig, num_tokens: int, item_bytes: int) -> int:
 
 
 def _projected_bytes(dtype: str) -> float:
-    return _PROJECTED_FP8 if dtype in ("fp8", "int4", "fp4") else VALUE_BYTES[dtype]
+    return PROJECTED_FP8 if dtype in ("fp8", "int4", "fp4") else VALUE_BYTES[dtype]
 
 
 def _mlp(hidden: int, intermediate: int) -> int:

@@ -123,7 +123,7 @@ def _check_damage(run: RunDir, *, reads_outputs: bool) -> None:
     manifest = _manifest(run)
     manifest.check(*(file for file in manifest if file.is_relative_to(run.stats)))
     for file in sorted(run.stats.glob("*/*.parquet")):
-        check_sealed(file.resolve(), remedy=DELETE_STATISTICS)  # in a folder so far these are linked
+        check_sealed(file, shown=file.resolve(), remedy=DELETE_STATISTICS)  # in a folder so far these are linked
     outputs = _named_outputs(run, manifest)
     for file in outputs:
         manifest.open(file).close()  # compares the size

@@ -83,11 +83,11 @@ class Session:
     def _is_gone(self, run: RunDir) -> bool:
         if self._storage.copy is not None:  # the run itself is in a bucket
             return False
-        if run.session_stats("nodes", self.name).exists():  # written again, perhaps, while the folder was deleted
-            return self._run_id is not None and not run.run_json.exists() and not run.job.exists()
         try:
+            if run.session_stats("nodes", self.name).exists():  # written again, perhaps, while the folder was deleted
+                return self._run_id is not None and not run.run_json.exists() and not run.job.exists()
             return _run_id(run) != self._run_id
-        except DamagedFileError:  # run.json is there
+        except (DamagedFileError, OSError):  # run.json is there; or the disk fails, which the next write tells
             return False
 
     def record(self, state: str) -> None:

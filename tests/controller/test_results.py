@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import shutil
 import tracemalloc
@@ -161,6 +162,18 @@ def test_a_run_folder_that_was_deleted_gets_no_results_of_the_run_before(tmp_pat
         with pytest.raises(ConfigError, match="deleted, moved or replaced"):
             results.commit()
     assert set(run.root.rglob("*")) <= left
+
+
+def test_a_disk_that_does_not_answer_is_no_deleted_run_folder(tmp_path, monkeypatch):
+    run = RunDir(tmp_path)
+    publish_json(run.run_json, {"id": "first", "state": "planned", "shards": []})
+    with Session("work", StopSignal()) as session:
+        session.attach(FolderStorage(run))
+        with monkeypatch.context() as patch:
+            patch.setattr("pathlib.Path.exists", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+            session.check_run()
+        run.session_stats("nodes", session.name).unlink()
+        session.check_run()
 
 
 def test_what_an_earlier_claim_has_on_disk_is_not_missing(tmp_path):

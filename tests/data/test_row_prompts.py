@@ -382,6 +382,8 @@ def test_a_template_writes_the_prompt_of_a_row():
     assert encoded({"q": [2.5]}, template="{{ ([q, 1] | join('+')) ~ '=' ~ (q + 1) }}") == encoded(
         ["2.5+1=3.5"], prompt="p"
     )
+    filled = "{{ '%s' % q }} {{ '%(q)s' % {'q': q, 'r': none} }} {{ '%.2f' | format(q) }} {{ '{:.0f}'.format(q * 2) }}"
+    assert encoded({"q": [2.5]}, template=filled + "{{ 5 % 3 }}") == encoded(["2.5 2.5 2.50 52"], prompt="p")
     named = "{{ [{'x': q}, {'x': 1}] | join('+', attribute='x') }}"
     assert encoded({"q": [2.5]}, template=named) == encoded(["2.5+1"], prompt="p")
     assert encoded({"q": ["Which?"]}, template="{{ q }}") == load_tokenizer(SAMPLE_MODEL).encode_prompts(["Which?"])
@@ -395,6 +397,11 @@ def test_a_template_writes_the_prompt_of_a_row():
         ("{{ a | upper }}", "input.template writes a value that is null (a is null)"),
         ("{{ a | trim | title }}", "input.template writes a value that is null (a is null)"),
         ("{{ a | replace('o', 'u') }}", "input.template writes a value that is null (a is null)"),
+        ("{{ 'x' | replace('x', a) }}", "input.template writes a value that is null (a is null)"),
+        ("{{ '%s' | format(a) }}", "input.template writes a value that is null (a is null)"),
+        ("{{ '%s %s' % (b.x, a) }}", "input.template writes a value that is null (a is null)"),
+        ("{{ '{} {y}'.format(b.x, y=a) }}", "input.template writes a value that is null (a is null)"),
+        ("{{ '%(y)s' % b }}", "input.template fails on the row: 'y'"),
         ("{{ 'x' ~ a ~ b.x }}", "input.template writes a value that is null (a is null)"),
         ("{{ [b.x, a] | join(', ') }}", "input.template writes a value that is null (a is null)"),
         ("{{ [b, b] | map(attribute='y') | join }}", "input.template writes a value that is null; give"),

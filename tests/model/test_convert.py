@@ -25,7 +25,7 @@ from batchinfer.model.convert import convert_model
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import LAYOUT, MANIFEST, MTP, read_packed
 from batchinfer.model.transformer import Transformer
-from batchinfer.model.weight_bytes import mtp_bytes, weight_bytes
+from batchinfer.model.weight_bytes import PROJECTED_FP8, mtp_bytes, weight_bytes
 from batchinfer.plan.first_dtype import Machine, choose_dtype
 from batchinfer.protocol.messages import Start
 from batchinfer.rank import kv_budget
@@ -205,6 +205,11 @@ def test_the_layout_has_a_version_that_changes_with_it():
     tensors = [packed.pack(weight), packed.pack(weight, is_int8=True), packed.pack(weight, is_int4=True)]
     digest = blake2b(b"".join(one.data.numpy().tobytes() for one in tensors), digest_size=8).hexdigest()
     assert (LAYOUT, digest) == (2, "13a9204c807ac5af"), "panels have changed: raise packed_folder.LAYOUT"
+
+
+def test_the_size_of_a_packed_weight_is_computed_right():
+    weight = torch.ones(128, 256).bfloat16()
+    assert packed.pack(weight, is_int8=True).data.nbytes == weight.numel() * PROJECTED_FP8
 
 
 @pytest.mark.parametrize(

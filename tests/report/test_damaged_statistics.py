@@ -12,6 +12,7 @@ import pytest
 
 from batchinfer.checked_json import publish_json
 from batchinfer.data.parquet import check_sealed, table_writer
+from batchinfer.report.views import open_views
 from batchinfer.rundir import RunDir, read_state
 from support.damage import flip_bit, truncate
 from support.jobs import batchinfer, write_job, write_questions
@@ -136,6 +137,17 @@ def test_a_sound_table_in_another_ones_place_gives_no_other_figures(finished, tm
     assert f"{path} is damaged: " in reported.err
     path.unlink()
     assert batchinfer("verify", run).code == batchinfer("report", run).code == 0
+
+
+def test_statistics_that_lie_elsewhere_and_are_linked_are_no_other_tables(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.move(run / "stats" / "steps", tmp_path / "elsewhere")
+    (run / "stats" / "steps").symlink_to(tmp_path / "elsewhere")
+    (nodes,) = (run / "stats" / "nodes").glob("*.parquet")
+    nodes.rename(tmp_path / "0f3c")
+    nodes.symlink_to(tmp_path / "0f3c")  # as tools for versions of data do
+    open_views([run]).close()
 
 
 def test_a_value_that_is_the_key_of_the_checksum_stays_as_it_is(tmp_path):
