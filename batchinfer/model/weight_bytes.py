@@ -5,7 +5,7 @@ from dataclasses import replace
 from batchinfer.config import VALUE_BYTES
 from batchinfer.model.config import ModelConfig
 
-_PROJECTED_FP8 = 1.04  # bytes of a weight in 8 bits, with its share of the scales
+_PROJECTED_FP8 = 1 + 6 / 128  # bytes of a weight in 8 bits: 128 have a sum in int32 and a scale in bfloat16
 _EXPERTS_4_BITS = 18 / 32  # of one in 4 bits, where 32 share a scale
 _COLUMNS = 64  # results of a packed weight are filled up to a multiple
 _SLACK_BYTES = 1 << 20  # for the alignment of tensors
