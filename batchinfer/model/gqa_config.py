@@ -231,7 +231,7 @@ def _read_windows(
     if grouped.windows in ("none", "off") or (grouped.windows == "optional" and not _uses_windows(reader)):
         reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
         return (None,) * num_layers
-    null = 0 if grouped.windows == "hybrid" else None
+    null = 0 if grouped.windows in ("pattern", "hybrid") else None
     window = reader.size("sliding_window", default=grouped.window or None, null=null)
     if grouped.windows in ("pattern", "hybrid"):
         reader.pass_over("_sliding_window_pattern")  # a note of transformers
@@ -240,8 +240,9 @@ def _read_windows(
         else:
             full = reader.size("sliding_window_pattern", default=grouped.full_every)
             kinds = [_WINDOW if (layer + 1) % full else _FULL for layer in range(num_layers)]
-    if not window:
-        reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
+    if not window:  # by the pattern some layers would have one
+        supported, needed = f'"{_FULL}" for every layer', grouped.windows == "pattern"
+        reader.expect("layer_types", [_FULL] * num_layers, supported=supported, needed=needed)
         return (None,) * num_layers
     if not kinds and grouped.windows == "optional":
         first = reader.size("max_window_layers", minimum=0)

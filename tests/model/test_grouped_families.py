@@ -737,6 +737,15 @@ REFUSED = {
     "gemma-with-capped-scores": (GEMMA3_1B | {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping is 50.0"]),
     "gemma-with-silu": (GEMMA3_1B | {"hidden_activation": "silu"}, ["hidden_activation", '"gelu_pytorch_tanh"']),
     "gemma-of-other-layers": (GEMMA3_270M | {"layer_types": ["full_attention"]}, ["layer_types", "each of 18"]),
+    "gemma-without-window": (
+        GEMMA3_270M | {"sliding_window": None},
+        ["layer_types is [", 'supported is "full_attention" for every layer'],
+    ),
+    "gemma-of-a-pattern-without-window": (
+        GEMMA3_1B | {"sliding_window": None},
+        ["layer_types is missing", '"full_attention" for every layer'],
+    ),
+    "olmo-3-without-window": (OLMO3 | {"sliding_window": None}, ["layer_types", '"full_attention" for every layer']),
     "gemma-with-one-rope": (
         GEMMA3_1B | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         ["rope_parameters.rope_type", "change what the model computes"],
