@@ -134,7 +134,8 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
     kv_heads = reader.size("num_key_value_heads", default=defaults.get("num_key_value_heads", heads))
     if heads % kv_heads:
         raise reader.unsupported("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
-    head_dim = reader.size("head_dim", default=defaults.get("head_dim", max(1, reader.size("hidden_size") // heads)))
+    each = max(1, reader.size("hidden_size") // heads)
+    head_dim = reader.size("head_dim", default=defaults.get("head_dim", each), null=each)
     share = _rotary_share(reader, grouped, head_dim)
     rotated = int(head_dim * share)
     if rotated % 2 or not 0 < rotated <= head_dim:

@@ -635,6 +635,7 @@ PUBLISHED = {
     "exaone-4-1.2b": (EXAONE4_SMALL, {"windows": (None,) * 30, "nope_layers": frozenset()}, 61_440),
     "glm-4-9b-0414": (GLM4, {"rotary_dim": 64, "qkv_bias": True, "out_bias": False, "rope_interleave": True}, 40_960),
     "ernie-4.5-0.3b": (ERNIE, {"rotary_dim": 128, "rope_interleave": True, "tie_word_embeddings": True}, 18_432),
+    "ernie-of-null-head-dim": (ERNIE | {"head_dim": None}, {"head_dim": 64}, 9_216),
     "smollm3-3b": (SMOLLM3, {"nope_layers": EVERY_FOURTH, "tie_word_embeddings": True, "head_dim": 128}, 73_728),
     "smollm3-says-nothing": (SMOLLM3 | {"no_rope_layers": None}, {"nope_layers": EVERY_FOURTH}, 73_728),
     "phi-3-mini-4k": (PHI3, {"windows": (2047,) * 32, "head_dim": 96, "qkv_bias": False}, 393_216),
