@@ -549,6 +549,15 @@ PUBLISHED = {
     ),
     "llama-3.1-8b": (LLAMA, {"head_dim": 128, "n_routed_experts": 0, "max_positions": 131072}, 131_072),
     "llama-3.2-1b": (LLAMA_1B, {"head_dim": 64, "tie_word_embeddings": True}, 32_768),
+    "smollm2-1.7b": (
+        LLAMA
+        | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_key_value_heads": 32}
+        | {"max_position_embeddings": 8192, "rope_scaling": None, "vocab_size": 49152, "eos_token_id": 2}
+        | {"is_llama_config": True, "rope_interleaved": False, "tie_word_embeddings": True}
+        | {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}},
+        {"head_dim": 64, "tie_word_embeddings": True},
+        196_608,
+    ),
     "llama-3.3-70b": (LLAMA_70B, {"head_dim": 128, "num_hidden_layers": 80}, 327_680),
     "glm-4.5": (GLM_45, {"qk_norm": "head", "num_moe_layers": 89, "routed_scaling_factor": 2.5}, 376_832),
     "glm-4.6": (GLM_45 | {"max_position_embeddings": 202752}, {"max_positions": 202752, "rotary_dim": 64}, 376_832),
