@@ -202,8 +202,11 @@ def _read_score_factor(reader: ConfigReader, family: Family, head_dim: int) -> f
 def _read_nope_layers(reader: ConfigReader, grouped: Grouped, windows: tuple[int | None, ...]) -> frozenset[int]:
     """Return the layers without rotation; of "listed" ones those with 0 in `no_rope_layers`, else every n-th one."""
     num_layers = len(windows)
-    if grouped.nope == "full" and any(windows):
-        return frozenset(layer for layer, window in enumerate(windows) if window is None)
+    if grouped.nope == "full":
+        window = reader.size("sliding_window", default=grouped.window, null=0)
+        if window and not any(windows):  # transformers rotates in no layer then, others in all
+            raise reader.unsupported("sliding_window", window, "null where no layer has a window")
+        return frozenset(layer for layer, one in enumerate(windows) if window and one is None)
     if grouped.nope != "listed":
         return frozenset()
     interval = reader.size("no_rope_layer_interval", default=_NOPE_INTERVAL)

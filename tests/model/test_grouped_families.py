@@ -721,6 +721,10 @@ REFUSED = {
         ['sliding_window_pattern is "LLLG"', "a whole number"],
     ),
     "exaone-4-without-window": (EXAONE4 | {"sliding_window": None}, ["layer_types", '"full_attention" for every']),
+    "exaone-4-of-an-unused-window": (
+        EXAONE4_SMALL | {"sliding_window": 4096},
+        ["sliding_window is 4096", "null where no layer has a window"],
+    ),
     "exaone-4-with-biases": (EXAONE4 | {"attention_bias": True}, ["attention_bias is true", "false for"]),
     "glm-4-of-other-heads": (GLM4 | {"partial_rotary_factor": 0.26}, ["partial_rotary_factor is 0.26", "even number"]),
     "ernie-with-biases": (ERNIE | {"use_bias": True}, ["use_bias is true", "changes what"]),
