@@ -47,8 +47,6 @@ class ModelConfig:
     mlp_bias: bool
     hidden_act: str  # of dense MLPs: "silu" or "gelu_pytorch_tanh"
     tie_word_embeddings: bool
-    norms_from_one: bool  # weights of norms are stored less 1, and 1 is added to them in float32
-    scales_embedding: bool  # by the root of hidden_size
     eos_token_ids: tuple[int, ...]
     # mixture of experts; n_routed_experts is 0 exactly where all layers are dense
     n_routed_experts: int
@@ -210,8 +208,6 @@ def load_model_config(folder: Path) -> ModelConfig:
         mlp_bias=read_flag(reader, family, "mlp_bias", default=False),
         hidden_act=activation,
         tie_word_embeddings=reader.flag("tie_word_embeddings", default=family.ties_embeddings),
-        norms_from_one=family.norms_from_one,
-        scales_embedding=family.scales_embedding,
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
         **moe,
         hyper=read_hyper(reader) if family.compressed else None,

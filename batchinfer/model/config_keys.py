@@ -27,7 +27,7 @@ HARMLESS = _names(
     embd_pdrop dropout router_jitter_noise input_jitter_noise aux_loss_alpha seq_aux router_aux_loss_coef
     router_z_loss_coef mtp_loss_scaling_factor pretraining_tp ep_size gradient_checkpointing
     use_mtp num_mtp_modules mtp_transformer_layers initial_context_length mlp_intermediate_size
-    shared_moe_mode use_routing_bias
+    shared_moe_mode use_routing_bias is_llama_config rope_interleaved transformers.js_config
 
     bos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
     temperature top_k top_p typical_p repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size

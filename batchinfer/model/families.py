@@ -82,7 +82,7 @@ class Family:
     scales_queries: bool = False  # by position; its rope_parameters say how
     fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that must have this value
     activation: tuple[str, str] = ("hidden_act", "silu")  # of dense MLPs: its key and only value
-    norms_from_one: bool = False  # weights of norms are stored less 1
+    norms_from_one: bool = False  # weights of norms are stored less 1, which is added to them in float32
     wide_norms: bool = False  # weights of norms stay in float32
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)  # of a layer, by field of LayerWeights
     scales_embedding: bool = False  # by the root of hidden_size

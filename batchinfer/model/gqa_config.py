@@ -134,7 +134,8 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
     kv_heads = reader.size("num_key_value_heads", default=defaults.get("num_key_value_heads", heads))
     if heads % kv_heads:
         raise reader.unsupported("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
-    head_dim = reader.size("head_dim", default=defaults.get("head_dim", max(1, reader.size("hidden_size") // heads)))
+    each = max(1, reader.size("hidden_size") // heads)
+    head_dim = reader.size("head_dim", default=defaults.get("head_dim", each), null=each)
     share = _rotary_share(reader, grouped, head_dim)
     rotated = int(head_dim * share)
     if rotated % 2 or not 0 < rotated <= head_dim:
@@ -201,8 +202,11 @@ def _read_score_factor(reader: ConfigReader, family: Family, head_dim: int) -> f
 def _read_nope_layers(reader: ConfigReader, grouped: Grouped, windows: tuple[int | None, ...]) -> frozenset[int]:
     """Return the layers without rotation; of "listed" ones those with 0 in `no_rope_layers`, else every n-th one."""
     num_layers = len(windows)
-    if grouped.nope == "full" and any(windows):
-        return frozenset(layer for layer, window in enumerate(windows) if window is None)
+    if grouped.nope == "full":
+        window = reader.size("sliding_window", default=grouped.window, null=0)
+        if window and not any(windows):  # transformers rotates in no layer then, others in all
+            raise reader.unsupported("sliding_window", window, "null where no layer has a window")
+        return frozenset(layer for layer, one in enumerate(windows) if window and one is None)
     if grouped.nope != "listed":
         return frozenset()
     interval = reader.size("no_rope_layer_interval", default=_NOPE_INTERVAL)
@@ -231,7 +235,7 @@ def _read_windows(
     if grouped.windows in ("none", "off") or (grouped.windows == "optional" and not _uses_windows(reader)):
         reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
         return (None,) * num_layers
-    null = 0 if grouped.windows == "hybrid" else None
+    null = 0 if grouped.windows in ("pattern", "hybrid") else None
     window = reader.size("sliding_window", default=grouped.window or None, null=null)
     if grouped.windows in ("pattern", "hybrid"):
         reader.pass_over("_sliding_window_pattern")  # a note of transformers
@@ -240,8 +244,9 @@ def _read_windows(
         else:
             full = reader.size("sliding_window_pattern", default=grouped.full_every)
             kinds = [_WINDOW if (layer + 1) % full else _FULL for layer in range(num_layers)]
-    if not window:
-        reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
+    if not window:  # by the pattern some layers would have one
+        supported, needed = f'"{_FULL}" for every layer', grouped.windows == "pattern"
+        reader.expect("layer_types", [_FULL] * num_layers, supported=supported, needed=needed)
         return (None,) * num_layers
     if not kinds and grouped.windows == "optional":
         first = reader.size("max_window_layers", minimum=0)

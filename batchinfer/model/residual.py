@@ -171,7 +171,7 @@ def residuals_of(ops: Ops, config: ModelConfig, weights: LayerWeights) -> tuple[
 
 def ends_of(ops: Ops, config: ModelConfig, weights: ModelWeights) -> ResidualEnds:
     """Return the entry and exit of the residual state, before the first layer and after the last one."""
-    if config.scales_embedding:  # by a factor in the model's dtype
+    if config.family_row.scales_embedding:  # by a factor in the model's dtype
         return ScaledEmbedding(torch.tensor(config.hidden_size**0.5, dtype=weights.embedding.dtype).item())
     if config.embedding_scale != 1:
         return ScaledEmbedding(config.embedding_scale)

@@ -236,7 +236,7 @@ class WeightLoader:
         if not self.config.family_row.wide_norms:
             return self.tensor(name)
         weight = self.tensor(name, torch.float32)
-        return weight.add_(1) if self.config.norms_from_one else weight
+        return weight.add_(1) if self.config.family_row.norms_from_one else weight
 
     def source(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor:
         """Return a tensor to pack; a view of the mapped file if packing makes a copy anyway."""

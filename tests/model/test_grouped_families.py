@@ -549,6 +549,15 @@ PUBLISHED = {
     ),
     "llama-3.1-8b": (LLAMA, {"head_dim": 128, "n_routed_experts": 0, "max_positions": 131072}, 131_072),
     "llama-3.2-1b": (LLAMA_1B, {"head_dim": 64, "tie_word_embeddings": True}, 32_768),
+    "smollm2-1.7b": (
+        LLAMA
+        | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_key_value_heads": 32}
+        | {"max_position_embeddings": 8192, "rope_scaling": None, "vocab_size": 49152, "eos_token_id": 2}
+        | {"is_llama_config": True, "rope_interleaved": False, "tie_word_embeddings": True}
+        | {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}},
+        {"head_dim": 64, "tie_word_embeddings": True},
+        196_608,
+    ),
     "llama-3.3-70b": (LLAMA_70B, {"head_dim": 128, "num_hidden_layers": 80}, 327_680),
     "glm-4.5": (GLM_45, {"qk_norm": "head", "num_moe_layers": 89, "routed_scaling_factor": 2.5}, 376_832),
     "glm-4.6": (GLM_45 | {"max_position_embeddings": 202752}, {"max_positions": 202752, "rotary_dim": 64}, 376_832),
@@ -635,6 +644,7 @@ PUBLISHED = {
     "exaone-4-1.2b": (EXAONE4_SMALL, {"windows": (None,) * 30, "nope_layers": frozenset()}, 61_440),
     "glm-4-9b-0414": (GLM4, {"rotary_dim": 64, "qkv_bias": True, "out_bias": False, "rope_interleave": True}, 40_960),
     "ernie-4.5-0.3b": (ERNIE, {"rotary_dim": 128, "rope_interleave": True, "tie_word_embeddings": True}, 18_432),
+    "ernie-of-null-head-dim": (ERNIE | {"head_dim": None}, {"head_dim": 64}, 9_216),
     "smollm3-3b": (SMOLLM3, {"nope_layers": EVERY_FOURTH, "tie_word_embeddings": True, "head_dim": 128}, 73_728),
     "smollm3-says-nothing": (SMOLLM3 | {"no_rope_layers": None}, {"nope_layers": EVERY_FOURTH}, 73_728),
     "phi-3-mini-4k": (PHI3, {"windows": (2047,) * 32, "head_dim": 96, "qkv_bias": False}, 393_216),
@@ -711,6 +721,10 @@ REFUSED = {
         ['sliding_window_pattern is "LLLG"', "a whole number"],
     ),
     "exaone-4-without-window": (EXAONE4 | {"sliding_window": None}, ["layer_types", '"full_attention" for every']),
+    "exaone-4-of-an-unused-window": (
+        EXAONE4_SMALL | {"sliding_window": 4096},
+        ["sliding_window is 4096", "null where no layer has a window"],
+    ),
     "exaone-4-with-biases": (EXAONE4 | {"attention_bias": True}, ["attention_bias is true", "false for"]),
     "glm-4-of-other-heads": (GLM4 | {"partial_rotary_factor": 0.26}, ["partial_rotary_factor is 0.26", "even number"]),
     "ernie-with-biases": (ERNIE | {"use_bias": True}, ["use_bias is true", "changes what"]),
@@ -737,6 +751,15 @@ REFUSED = {
     "gemma-with-capped-scores": (GEMMA3_1B | {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping is 50.0"]),
     "gemma-with-silu": (GEMMA3_1B | {"hidden_activation": "silu"}, ["hidden_activation", '"gelu_pytorch_tanh"']),
     "gemma-of-other-layers": (GEMMA3_270M | {"layer_types": ["full_attention"]}, ["layer_types", "each of 18"]),
+    "gemma-without-window": (
+        GEMMA3_270M | {"sliding_window": None},
+        ["layer_types is [", 'supported is "full_attention" for every layer'],
+    ),
+    "gemma-of-a-pattern-without-window": (
+        GEMMA3_1B | {"sliding_window": None},
+        ["layer_types is missing", '"full_attention" for every layer'],
+    ),
+    "olmo-3-without-window": (OLMO3 | {"sliding_window": None}, ["layer_types", '"full_attention" for every layer']),
     "gemma-with-one-rope": (
         GEMMA3_1B | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         ["rope_parameters.rope_type", "change what the model computes"],
