@@ -1,5 +1,6 @@
 """Units claimed one after the other, with their unfinished requests."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from batchinfer.progress import note
 from batchinfer.records import Request
 from batchinfer.run.units.claims import Claim, UnitClaims
 from batchinfer.run.units.result_files import is_reused, memory_tokens
+
+_CHECK_RUN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -31,6 +34,7 @@ class UnitQueue:
     progress: WorkProgress
     reuses: bool = False
     _has_noted_waiting: bool = False
+    _next_check_s: float = 0.0
 
     @property
     def num_unfinished(self) -> int:
@@ -43,7 +47,10 @@ class UnitQueue:
         Raises:
             ConfigError: the run is gone.
         """
-        self.results.check_run()
+        now_s = time.monotonic()
+        if now_s >= self._next_check_s:  # ranks without work ask at every step
+            self.results.check_run()
+            self._next_check_s = now_s + _CHECK_RUN_S
         while (found := self.units.claim(self.claims, self.results.open_units)) is not None:
             row, claim = found
             unit = claim.unit

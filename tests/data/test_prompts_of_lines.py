@@ -57,7 +57,7 @@ WHAT_TEMPLATES_SEE = [
     ('{"id": 3, "meta": {"y": [1, 2.0, null]}, "p": true}', 'int {"y": [1, 2.0, null]} True True'),
     ('{"id": 4, "p": 3, "meta": {"y": 123456789012345678901}}', 'int {"y": 123456789012345678901} True 3'),
     ('{"id": 5, "p": [3], "meta": null}', "int null False [3]"),
-    ('{"id": 6, "p": null}', "int null False None"),
+    ('{"id": 6, "p": null}', "a value that is null (meta, p are null)"),
 ]
 
 

@@ -129,6 +129,6 @@ def test_expert_loads_of_no_run_or_of_another_model_are_refused(job, tmp_path):
     assert "is not a run folder of batchinfer; name the output.dir of an earlier job" in refused.err
     (tmp_path / "run.json").write_text("{}")
     assert "has no counts of tokens per expert" in batchinfer("plan", path, "--expert-loads", tmp_path).err
-    counts = {"phase": ["prefill"], "layer": [1], "expert": [0], "tokens": [5]}
+    counts = {"session": ["a"], "phase": ["prefill"], "layer": [1], "expert": [0], "tokens": [5]}
     write_shard(tmp_path / "stats" / "experts" / "a.parquet", counts)
     assert "run of the same model" in batchinfer("plan", path, "--expert-loads", tmp_path).err
