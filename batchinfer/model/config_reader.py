@@ -33,7 +33,7 @@ def read_json_object(path: Path, *, are_names_unique: bool = False) -> dict[str,
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        hint = f"; {GGUF}" if any(path.parent.glob("*.gguf")) else "."
+        hint = f"; {GGUF}." if any(path.parent.glob("*.gguf")) else "."
         raise ModelError(f"{path} does not exist; a model folder holds config.json and *.safetensors{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error
