@@ -94,6 +94,8 @@ def submit_with_goal(target: Target, options: GoalOptions, shape_options: dict[s
     run, config = target.run_and_job
     shape = launcher.shape(run, config, shape_options)
     goal = options.goal(config)
+    if target.dry_run and target.tell_finished():
+        return
     if target.dry_run:
         planned_run(target.path, target.overrides)
         size = _expected_size(storage_of(config), config, goal)
@@ -104,6 +106,8 @@ def submit_with_goal(target: Target, options: GoalOptions, shape_options: dict[s
     target.plan()
     storage = storage_of(config)
     storage.fetch("state", "sent")
+    if target.tell_finished():
+        return
     record_shape(run, shape)
     write_goal(run, goal)
     put_sent(storage)

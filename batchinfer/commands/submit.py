@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -14,9 +13,6 @@ from batchinfer.commands.options import EarlierRuns, earlier_run_options, job_op
 from batchinfer.commands.target import Target
 from batchinfer.rundir import LAUNCHERS
 from batchinfer.stop_signals import StopSignal
-
-if TYPE_CHECKING:
-    from batchinfer.rundir import RunDir
 
 # Options of some launchers only.
 ONLY_OF = {
@@ -184,7 +180,7 @@ def _submit(target: Target, to: str, array: str, options: dict[str, Any]) -> Non
     size = launcher.parse_size(array)
     run, job = target.run_and_job
     shape = launcher.shape(run, job, options)
-    if target.dry_run and _tell_finished(run):
+    if target.dry_run and target.tell_finished():
         return
     if target.dry_run:
         target.print_expected(size.tasks, shape.nodes_per_group)
@@ -194,22 +190,11 @@ def _submit(target: Target, to: str, array: str, options: dict[str, Any]) -> Non
     target.plan()
     storage = storage_of(job)
     storage.fetch("state", "sent")
-    if _tell_finished(run):
+    if target.tell_finished():
         return
     text = launcher.submit(storage, job, shape, size)
     put_sent(storage)
     click.echo(text)
-
-
-def _tell_finished(run: RunDir) -> bool:
-    """Return whether the run is finished, and say so: tasks would find nothing to compute."""
-    from batchinfer.rundir import read_state
-
-    if not run.run_json.exists() or read_state(run)["state"] != "finished":
-        return False
-    finish = f"`batchinfer finish {shlex.quote(run.shown)}` writes its outputs again, in another format for example"
-    click.echo(f"{run.shown} is finished, so that nothing is submitted; {finish}")
-    return True
 
 
 def _refuse_others(to: str, shape: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -64,6 +65,17 @@ class Target:
         if not self.is_run:
             with alone("plan", self.stop) as session:
                 plan_here(job, session, self.tracer, strict=self.strict, earlier_runs=self.earlier_runs)
+
+    def tell_finished(self) -> bool:
+        """Return whether the run is finished, and say so: tasks would find nothing to compute."""
+        from batchinfer.rundir import read_state
+
+        run, _ = self.run_and_job
+        if not run.run_json.exists() or read_state(run)["state"] != "finished":
+            return False
+        finish = f"`batchinfer finish {shlex.quote(run.shown)}` writes its outputs again, in another format for example"
+        click.echo(f"{run.shown} is finished, so that nothing is submitted; {finish}", err=self.dry_run)
+        return True
 
     def print_expected(self, tasks: int, nodes: int) -> None:
         """Print the plan's expectation on stderr; stdout is for the submission itself."""

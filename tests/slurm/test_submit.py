@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -352,9 +353,13 @@ def test_a_submitted_job_reuses_answers_of_an_earlier_run(tmp_path, fake_program
     refused = batchinfer("submit", tmp_path / "next", "--array", "1", "--reuse", tmp_path / "run")
     assert refused.code == 2
     assert "count when a plan is made; a run has its plan" in refused.err
-    for options in ([], ["--dry-run"]):  # what is finished needs no task
-        done = batchinfer("submit", job, "--array", "1", *options)
+    by = time.strftime("%Y-%m-%d", time.localtime(time.time() + 30 * 24 * 3600))
+    for size in (["--array", "1"], ["--finish-by", by]):  # what is finished needs no task
+        done = batchinfer("submit", job, *size)
         assert (done.code, "is finished, so that nothing is submitted" in done.out) == (0, True), done.err
+        tried = batchinfer("submit", job, *size, "--dry-run")
+        assert (tried.code, tried.out) == (0, "")
+        assert "is finished, so that nothing is submitted" in tried.err
     assert not (tmp_path / "run" / "slurm").exists()
 
 
