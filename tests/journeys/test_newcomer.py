@@ -168,7 +168,8 @@ def test_what_runs_is_the_wheel(newcomer):
 
 def test_a_newcomer_gets_answers_and_a_report(newcomer):
     answer_questions(newcomer)
-    sent = newcomer.run("batchinfer", "submit", "job.toml", "--array", "2", "--dry-run")
+    new = ("--set", "output.dir=runs/next")
+    sent = newcomer.run("batchinfer", "submit", "job.toml", *new, "--array", "2", "--dry-run")
     assert str(newcomer.venv / "share" / "batchinfer" / "jobs" / "array.sbatch") in sent
 
 

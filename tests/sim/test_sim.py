@@ -203,9 +203,9 @@ def test_lengths_and_arrivals_are_as_described():
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("arrival", ["at once", "day"])
+@pytest.mark.parametrize("arrival", [{}, {"arrival": "day", "peak_over_mean": 1.5}], ids=["at once", "day"])
 def test_every_request_ends_after_it_came(seed, arrival):
-    work = described(seed=seed, requests=1500, arrival=arrival, peak_over_mean=1.5)
+    work = described(seed=seed, requests=1500, **arrival)
     history = simulate(work, small_cluster())
     assert (history.first_token_s > work.arrival_s).all()
     assert (history.finished_s >= history.first_token_s).all()
