@@ -165,7 +165,7 @@ def keep_last_signs(storage: Storage) -> None:
 
 
 def _run_id(run: RunDir) -> str | None:
-    """Return what tells a run from others in the same folder, None if there is no run.
+    """Return the id in run.json, which a later run in the same folder does not have; None if there is no run.
 
     Raises:
         DamagedFileError: run.json is damaged.
