@@ -13,6 +13,10 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
+constexpr bool kFewSums = kMostSums < 16;  // 16 rows are multiplied at a time
+// Rows of queries in one panel. As many as are multiplied together, where they are few: a part of the rows of a wider panel
+// would meet in a few places of the first-level cache.
+constexpr int64_t kQueryRows = kFewSums && !kHasTiles ? 16 : kAttentionRows;
 
 // 2^((score - peak) * factor), as exact as the dtype of the weights.
 template <class Value>
@@ -62,6 +66,19 @@ __attribute__((noinline)) void sum_tile(float* sums_at, int64_t sums_stride, con
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) store(sums_at + r * sums_stride + 16 * n, sums[r][n]);
   }
+}
+
+// scores = (or, unless it is the first part of a sum, +=) products of K keys with a panel of 16 queries. By itself, so that
+// sums stay in registers.
+template <class Step, int K>
+__attribute__((noinline)) void score_tile(RowsApart<typename Step::Row> keys, const typename Step::Column* queries,
+                                          int64_t num_steps, bool is_first, float* scores) {
+  Floats sums[K][1];
+#pragma GCC unroll 8
+  for (int k = 0; k < K; ++k) sums[k][0] = is_first ? floats(0.0f) : load(scores + k * kAttentionRows);
+  add_products<Step, K, 1>(sums, keys, Step::kValues, queries, Step::kValues * kQueryRows, num_steps);
+#pragma GCC unroll 8
+  for (int k = 0; k < K; ++k) store(scores + k * kAttentionRows, sums[k][0]);
 }
 
 // Whether all values of these keys are finite; a key has values in whole vectors, with zeros behind the last column.
@@ -149,22 +166,31 @@ void Attention<Value>::load_queries(int64_t row, int64_t count, Rows<Value> q) {
   std::fill_n(sums_.data() + row * value_room_, count * value_room_, 0.0f);
 }
 
-// The queries as the panel of a product: [words][64 rows].
+// Where a row of queries has its first word.
+template <class Value>
+int32_t* Attention<Value>::query_at(int64_t row) {
+  const int64_t num_words = width_ / kWordValues<Value>;
+  return queries_.data() + row / kQueryRows * kQueryRows * num_words + row % kQueryRows;
+}
+
+// The queries as panels of a product: [words][kQueryRows].
 template <class Value>
 void Attention<Value>::turn_queries(int64_t row, int64_t count, Rows<Value> q) {
   const int64_t num_words = width_ / kWordValues<Value>;
   const int64_t stride = q.stride / kWordValues<Value>;  // rows are whole words
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    const int32_t* const words = reinterpret_cast<const int32_t*>(q.at(i));
-    for (int64_t word = 0; word < num_words; word += 16) {
-      turn_16(words + word, stride, std::min<int64_t>(16, num_words - word),
-              queries_.data() + word * kAttentionRows + row + i, kAttentionRows);
-    }
-  }
-  for (; i < count; ++i) {
-    for (int64_t word = 0; word < num_words; ++word) {
-      std::memcpy(queries_.data() + word * kAttentionRows + row + i, q.at(i) + word * kWordValues<Value>, sizeof(int32_t));
+  for (int64_t i = 0; i < count;) {
+    int32_t* const at = query_at(row + i);
+    if (i + 16 <= count && (row + i) % kQueryRows + 16 <= kQueryRows) {
+      const int32_t* const words = reinterpret_cast<const int32_t*>(q.at(i));
+      for (int64_t word = 0; word < num_words; word += 16) {
+        turn_16(words + word, stride, std::min<int64_t>(16, num_words - word), at + word * kQueryRows, kQueryRows);
+      }
+      i += 16;
+    } else {
+      for (int64_t word = 0; word < num_words; ++word) {
+        std::memcpy(at + word * kQueryRows, q.at(i) + word * kWordValues<Value>, sizeof(int32_t));
+      }
+      ++i;
     }
   }
 }
@@ -209,7 +235,7 @@ void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, R
       for (int k = 0; k < K; ++k) widen(keys.at(key + k), width_, wide_rows_.data() + k * width_);
       rows = {wide_rows_.data(), width_};
     }
-    const Value* queries = reinterpret_cast<const Value*>(queries_.data() + lane);
+    const Value* queries = reinterpret_cast<const Value*>(query_at(lane));
     int64_t coming_key = key, coming = 0;
     for (int64_t turn = 0; turn < num_turns; ++turn) {
       if (turn % 4 == 0) ahead_.turn();
@@ -220,11 +246,11 @@ void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, R
           coming = 0;
         }
       }
-      add_products<Step, K, C>(sums, rows, kWord, queries, kWord * kAttentionRows, kTurnWords);
-      queries += kTurnWords * kWord * kAttentionRows;
+      add_products<Step, K, C>(sums, rows, kWord, queries, kWord * kQueryRows, kTurnWords);
+      queries += kTurnWords * kWord * kQueryRows;
       rows.row += kTurnWords * kWord;
     }
-    add_products<Step, K, C>(sums, rows, kWord, queries, kWord * kAttentionRows, num_words - num_turns * kTurnWords);
+    add_products<Step, K, C>(sums, rows, kWord, queries, kWord * kQueryRows, num_words - num_turns * kTurnWords);
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) {
 #pragma GCC unroll 4
@@ -238,6 +264,43 @@ void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, R
       }
     }
   }
+}
+
+// The same where 16 rows are multiplied at a time, from a whole vector of them on: scores of other rows are not used.
+template <class Value>
+template <class Step>
+void Attention<Value>::score_in_panels(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys,
+                                       Rows<Value> next) {
+  constexpr int64_t kPartWords = 32, kWord = kWordValues<Value>, kLineValues = 64 / int64_t{sizeof(Value)};
+  const int64_t num_words = width_ / kWord, first_lane = row_begin / 16 * 16;
+  for_tiles(0, num_keys, [&](int64_t key, int64_t count) {
+    RowsApart<typename Step::Row> rows;
+    if constexpr (std::is_same_v<Value, typename Step::Row>) {
+      rows = {keys.at(key), keys.stride};
+    } else {
+      static_assert(kTileRows <= kMostWideKeys);
+      for (int64_t k = 0; k < count; ++k) widen(keys.at(key + k), width_, wide_rows_.data() + k * width_);
+      rows = {wide_rows_.data(), width_};
+    }
+    for (int64_t lane = first_lane; lane < row_end; lane += 16) {
+      const Value* queries = reinterpret_cast<const Value*>(query_at(lane));
+      for (int64_t word = 0; word < num_words; word += kPartWords) {
+        const int64_t num_steps = std::min(kPartWords, num_words - word);
+        if (lane == first_lane) {
+          ahead_.turn();
+          for (int64_t k = 0; next.data && k < count; ++k) {
+            for (int64_t value = word * kWord; value < (word + num_steps) * kWord; value += kLineValues) {
+              fetch(next.at(key + k) + value);
+            }
+          }
+        }
+        with_rows(count, [&](auto k) {
+          score_tile<Step, k>({rows.row + word * kWord, rows.stride}, queries + word * kWord * kQueryRows, num_steps,
+                              word == 0, scores_[key] + lane);
+        });
+      }
+    }
+  });
 }
 
 // Turns the scores of up to 16 rows into weights; a row sees the keys from its first one to its position.
@@ -350,7 +413,7 @@ void Attention<Value>::score_in_tiles(int64_t row_begin, int64_t row_end, Rows<V
   const int64_t num_words = width_ / kWordValues<Value>, next_bytes = kPageTokens * next.stride * int64_t{sizeof(Value)};
   const bool is_ahead = next.data && !next.index;  // keys that an index names are not side by side
   multiply_pair_tiles(TileRows::apart(keys.data, keys.stride * int64_t{sizeof(Value)}, num_keys),
-                      {queries_.data() + first, 4 * kAttentionRows}, num_tiles, num_words, true, scores_[0] + first,
+                      {query_at(first), 4 * kQueryRows}, num_tiles, num_words, true, scores_[0] + first,
                       kAttentionRows,
                       is_ahead ? Ahead(next.data, next_bytes, num_tile_turns(num_keys, num_tiles, num_words))
                                : Ahead::nothing());
@@ -527,9 +590,8 @@ void Attention<Value>::score_rows(int64_t row_begin, int64_t row_end, Rows<Value
       using Step = decltype(step);
       constexpr int kKeys = Step::kSums;
       int64_t lane = row_begin;
-      if constexpr (kMostSums < 16) {
-        for (; lane < row_end; lane += 16) score<Step, 4, 1>(lane, keys, num_keys, next);
-        return;
+      if constexpr (kFewSums) {
+        return score_in_panels<Step>(row_begin, row_end, keys, num_keys, next);
       }
       for (; row_end - lane > 48; lane += 64) score<Step, 4, 4>(lane, keys, num_keys, next);
       if (row_end - lane > 32) {

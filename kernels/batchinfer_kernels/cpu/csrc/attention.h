@@ -84,6 +84,9 @@ class Attention {
  private:
   template <class Step, int K, int C>
   void score(int64_t lane, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
+  template <class Step>
+  void score_in_panels(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
+  int32_t* query_at(int64_t row);
   void turn_queries(int64_t row, int64_t count, Rows<Value> q);
   void score_rows(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void weigh(int64_t lane, int64_t row_end, int64_t start, int64_t num_keys);
@@ -112,7 +115,7 @@ class Attention {
   bool is_padded_;                // rows of keys and queries end within a word
   bool is_wide_;                  // rows of products are widened to float32, as pairs are slow here (pairs.cpp)
   float factor_;                  // scale / ln 2
-  Scratch<int32_t> queries_;      // [words of a row, kAttentionRows]; with lanes of keys the keys
+  Scratch<int32_t> queries_;      // panels of [words of a row, some rows]; with lanes of keys [words, kPageTokens] of keys
   const Value* query_rows_[kAttentionRows];
   Scratch<float> sums_;        // [kAttentionRows, value_room_]
   Scratch<Value> values_;      // [kPageTokens, value_room_], in words
