@@ -27,6 +27,19 @@ class Ahead {
     for (; at_ < end; at_ += kLine) fetch(at_);
   }
 
+  // As many turns, a few bytes at each of num_steps steps: from where on, and how many. Where nothing is left to ask for, the
+  // bytes at `there` again and again.
+  struct Steps {
+    const char* at;
+    int64_t bytes;
+  };
+  Steps steps(int64_t num_steps, int64_t steps_a_turn, const void* there) {
+    if (at_ >= end_) return {static_cast<const char*>(there), 0};
+    const Steps found{at_, bytes_a_turn_ / steps_a_turn};
+    at_ += num_steps * found.bytes;
+    return found;
+  }
+
  private:
   static constexpr int64_t kLine = 64;
 

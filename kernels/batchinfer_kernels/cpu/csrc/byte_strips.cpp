@@ -43,10 +43,11 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) sums[r][n] = start;
     }
-    if constexpr (!kTurnsWithin) ahead.turn();
+    FetchEach<N> fetch_next(ahead, kBlock / 4, values);
 #pragma GCC unroll 1
     for (int64_t step = 0; step < kBlock / 4; ++step, values += 4 * kPanelColumns) {
       if (kTurnsWithin && step % kTurnSteps == 0) ahead.turn();
+      fetch_next();
 #pragma GCC unroll 2
       for (int part = 0; part < kFourParts; ++part) {
         if (part > 0) load_again();
@@ -100,11 +101,12 @@ __attribute__((noinline)) void int4_tile(const ByteRows& x, const int64_t* rows,
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sums[r][n] = start;
     }
-    if constexpr (!kTurnsWithin) ahead.turn();
+    FetchEach<N> fetch_next(ahead, kGroupSteps, panel);
 #pragma GCC unroll 8
     for (int64_t step = 0; step < kGroupSteps; ++step) {
       const uint8_t* const line = panel + step / 2 * kLine + 64 * first_chunk;
       if (kTurnsWithin && step % kTurnSteps == 0) ahead.turn();
+      fetch_next();
       if (step % 2) load_again();
       NibblePart columns[N];
 #pragma GCC unroll 4

@@ -33,8 +33,8 @@ __attribute__((noinline)) void tile(const typename Step::Row* const* x, const ty
       for (int r = 0; r < R; ++r) rows[r] += kTurnSteps * Step::kValues;
     }
   } else {
-    ahead.turn();
-    add_products<Step, R, N>(sums, RowList{rows}, Step::kValues, panel, kPanelStep, num_steps);
+    add_products<Step, R, N>(sums, RowList{rows}, Step::kValues, panel, kPanelStep, num_steps,
+                             FetchEach<N>(ahead, num_steps, panel));
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {

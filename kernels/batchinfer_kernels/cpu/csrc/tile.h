@@ -35,6 +35,8 @@ constexpr int64_t kStripRows = 96;       // rows that pass a panel together
 constexpr int64_t kTilePartBytes = 384;  // of a row, that rows in tiles pass at a time
 constexpr int64_t kGroupBytes = kGroup * kPanelColumns / 2 + kPanelColumns * int64_t{sizeof(bf16)};  // of a panel in 4 bits
 
+constexpr bool kTurnsWithin = kTurnSteps < kGroup / 4;  // of the loops over a block or a group
+
 // Values of rows and columns are loaded once more for the second part: the registers are for sums.
 inline void load_again() { asm volatile("" ::: "memory"); }
 
@@ -103,6 +105,25 @@ inline void with_step([[maybe_unused]] bool is_wide, Call call) {
   }
 }
 
+// What comes next, asked for at each of num_steps steps with N groups of columns where turns within a loop would take registers
+// from its sums. A thread waits where it asks for much at once.
+template <int N>
+class FetchEach {
+ public:
+  FetchEach(Ahead& ahead, int64_t num_steps, const void* there) : steps_(ahead.steps(num_steps, kTurnSteps, there)) {}
+
+  void operator()() {
+    if constexpr (!kTurnsWithin) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) fetch(steps_.at + 64 * n);
+      steps_.at += steps_.bytes;
+    }
+  }
+
+ private:
+  Ahead::Steps steps_;
+};
+
 // Rows one after the other: each where it is, or all the same number of values apart, which takes one register.
 template <class Row>
 struct RowList {
@@ -125,12 +146,13 @@ struct RowsApart {
 };
 
 // sums[r][n] += values of row r times the n-th 16 columns at `columns`, over all steps; a row goes on by `row_stride`
-// values a step, the columns by `stride`.
-template <class Step, int R, int N, class RowsOf>
+// values a step, the columns by `stride`. Each step begins with a call of `begin`.
+template <class Step, int R, int N, class RowsOf, class Begin>
 inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], RowsOf rows, int64_t row_stride,
                                                         const typename Step::Column* columns_at, int64_t stride,
-                                                        int64_t num_steps) {
+                                                        int64_t num_steps, Begin begin) {
   for (int64_t step = 0; step < num_steps; ++step, columns_at += stride) {
+    begin();
 #pragma GCC unroll 2
     for (int part = 0; part < Step::kParts; ++part) {
       if (part > 0) load_again();
@@ -148,11 +170,17 @@ inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], Ro
   }
 }
 
-constexpr bool kTurnsWithin = kTurnSteps < kGroup / 4;  // of the loops over a block or a group
+template <class Step, int R, int N, class RowsOf>
+inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], RowsOf rows, int64_t row_stride,
+                                                        const typename Step::Column* columns_at, int64_t stride,
+                                                        int64_t num_steps) {
+  add_products<Step, R, N>(sums, rows, row_stride, columns_at, stride, num_steps, [] {});
+}
 
-// How often it is the turn of what comes next while rows are multiplied, roughly.
+// How often it is the turn of what comes next while rows are multiplied, roughly: they pass all columns, or some after others.
 inline int64_t num_turns(int64_t num_rows, int64_t num_steps) {
-  return (num_rows + kTileRows - 1) / kTileRows * ((num_steps + kTurnSteps - 1) / kTurnSteps);
+  const int64_t most = std::min(num_rows, kTileRows), passes = kChunks / chunks_beside(static_cast<int>(most));
+  return (num_rows + kTileRows - 1) / kTileRows * passes * ((num_steps + kTurnSteps - 1) / kTurnSteps);
 }
 
 // Groups of 16 columns that a panel has.
