@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := $(VENV)-peers
+OPENVINO := $(VENV)-openvino
 
-.PHONY: demo check test test-system test-rest test-all mutants chaos bench bench-overlap bench-peers bench-llama lint format lock clean
+.PHONY: demo check test test-system test-rest test-all mutants chaos bench bench-overlap bench-peers bench-llama bench-openvino lint format lock clean
 
 # Torch comes first and pinned, so that nothing pulls in another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -113,6 +114,16 @@ $(PEERS)/.installed-llama: tests/bench/peers-constraints.txt $(PEERS)/.installed
 # llama.cpp starts at once, so the time from the shell is what tells it from others: a process for every turn.
 bench-llama: $(VENV)/.installed-dev $(PEERS)/.installed-llama
 	$(BIN)/python tests/bench/peers.py --peers llama.cpp --sizes tiny --kinds shared unshared --fresh
+
+# optimum-intel holds back transformers and torch, so OpenVINO has an environment of its own: 6 GB with CUDA's torch.
+$(OPENVINO)/.installed:
+	test -x $(OPENVINO)/bin/python || $(PYTHON) -m venv $(OPENVINO)
+	$(OPENVINO)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  openvino-genai==2026.4.1 openvino-tokenizers==2026.4.1 "optimum-intel[openvino]==2.2.0"
+	touch $@
+
+bench-openvino: $(VENV)/.installed-dev $(OPENVINO)/.installed
+	$(BIN)/python tests/bench/peers.py --peers openvino --sizes qwen3 qwen3-moe --kinds shared unshared --dtype fp8
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

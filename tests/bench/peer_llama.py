@@ -11,14 +11,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from itertools import takewhile
 
 import llama_cpp
 import numpy as np
-from peer_server import Requests, Run, serve
+from peer_server import Requests, Run, groups_of, serve
 
 STEP_TOKENS = 2048
-LEAST_PREFIX = 32  # tokens; computing shorter ones again is cheaper than a copy
 Part = tuple[int, int, list[int]]  # sequence, position of the first token, tokens
 
 
@@ -77,24 +75,6 @@ class Context:
     def close(self) -> None:
         llama_cpp.llama_batch_free(self._batch)
         llama_cpp.llama_free(self._context)
-
-
-def num_common(left: list[int], right: list[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
-
-
-def groups_of(prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
-    """(number of common tokens, sequences) of prompts that start alike."""
-    groups: list[tuple[int, list[int]]] = []
-    for sequence in sorted(range(len(prompts)), key=prompts.__getitem__):
-        if groups:
-            common, sequences = groups[-1]
-            shared = min(common, num_common(prompts[sequences[0]], prompts[sequence]), len(prompts[sequence]) - 1)
-            if shared >= LEAST_PREFIX:
-                groups[-1] = (shared, [*sequences, sequence])
-                continue
-        groups.append((len(prompts[sequence]) - 1, [sequence]))
-    return groups
 
 
 def generate(context: Context, requests: Requests) -> list[list[int]]:

@@ -17,7 +17,10 @@ from support.jobs import Ended
 
 BENCH = Path(__file__).parent
 ENVIRONMENT = BENCH.parents[1] / ".venv-peers"
-PEERS = ("vllm", "vllm-float32", "vllm-int8", "vllm-eager", "vllm-mla", "transformers", "llama.cpp", "llama.cpp-q8")
+OPENVINO = BENCH.parents[1] / ".venv-openvino"  # whose torch and transformers are others
+VLLM = ("vllm", "vllm-float32", "vllm-int8", "vllm-eager", "vllm-mla")
+PEERS = (*VLLM, "transformers", "llama.cpp", "llama.cpp-q8", "openvino")
+OPENVINO_COMMAND = [str(OPENVINO / "bin" / "python"), str(BENCH / "peer_openvino.py")]
 GGUF_KINDS = {"llama.cpp": "BF16", "llama.cpp-q8": "Q8_0"}
 NUM_SEQUENCES, OTHER_SEQUENCES = {"tiny": 256, "sample": 256}, 64  # in one step of vLLM's or llama.cpp's
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
@@ -32,7 +35,7 @@ class PeerProcess:
         self._started = time.monotonic()
         self._process = subprocess.Popen(
             command_of(name, size, model),
-            env={**os.environ, **preloads(), "VLLM_CACHE_ROOT": str(compiled_folder(name, size))},
+            env={**os.environ, **quickest_environment(name, size)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log.open("w"),
@@ -113,6 +116,8 @@ def command_of(name: str, size: str, model: Path) -> list[str]:
     python, num_sequences = str(ENVIRONMENT / "bin" / "python"), str(NUM_SEQUENCES.get(size, OTHER_SEQUENCES))
     if name in GGUF_KINDS:
         return [python, str(BENCH / "peer_llama.py"), str(gguf_of(name, model)), num_sequences]
+    if name == "openvino":
+        return [*OPENVINO_COMMAND, "serve", str(openvino_of(model)), num_sequences]
     vllm = [python, str(BENCH / "peer_vllm.py"), str(model), num_sequences]
     return vllm if name in ("vllm", "vllm-int8") else [*vllm, name.replace("vllm-", "--")]
 
@@ -130,15 +135,29 @@ def write_gguf(name: str, model: Path) -> None:
     subprocess.run(command, check=True)
 
 
-def preloads() -> dict[str, str]:
-    """The allocator and the thread library that peers are quickest with: worth a factor of two or three."""
+def openvino_of(model: Path) -> Path:
+    """The folder that `write_openvino` makes of a checkpoint."""
+    return model.with_name(f"{model.name}-openvino")
+
+
+def write_openvino(model: Path) -> None:
+    """Convert a checkpoint for OpenVINO."""
+    if not (OPENVINO / ".installed").exists():
+        sys.exit("OpenVINO is missing: `make bench-openvino` installs it")
+    subprocess.run([*OPENVINO_COMMAND, "convert", str(model), str(openvino_of(model))], check=True)
+
+
+def quickest_environment(name: str, size: str) -> dict[str, str]:
+    """Allocator and thread library that peers are quickest with, worth a factor of two or three; vLLM's cache."""
+    if name == "openvino":  # it brings its own
+        return {}
     threads = ENVIRONMENT / "lib" / "libiomp5.so"
     if not threads.exists():
         sys.exit(f"{threads} is missing: `make bench-peers` installs the peers")
     found = [file for folder in LIBRARIES for file in Path(folder).glob("**/libtcmalloc_minimal.so.4")]
     if not found:
         sys.exit("libtcmalloc_minimal.so.4 is missing, peers are slow without: apt-get install libtcmalloc-minimal4")
-    return {"LD_PRELOAD": f"{found[0]}:{threads}"}
+    return {"LD_PRELOAD": f"{found[0]}:{threads}", "VLLM_CACHE_ROOT": str(compiled_folder(name, size))}
 
 
 def compiled_folder(name: str, size: str) -> Path:

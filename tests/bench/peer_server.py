@@ -11,15 +11,35 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 Requests = list[tuple[list[int], int]]  # prompt tokens, number of output tokens
 Run = Callable[[Requests, int], list[int]]  # requests and batch size -> output tokens of each request
+LEAST_PREFIX = 32  # tokens; to compute shorter ones again is cheaper than to share them
 
 
 def write_workload(path: Path, requests: Requests, batch: int) -> None:
     """Write the input of `serve`; `batch` counts only for engines that take whole batches."""
     path.write_text(json.dumps({"requests": requests, "batch": batch}))
+
+
+def num_common(left: list[int], right: list[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+
+
+def groups_of(prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
+    """(number of common tokens, sequences) of prompts that start alike."""
+    groups: list[tuple[int, list[int]]] = []
+    for sequence in sorted(range(len(prompts)), key=prompts.__getitem__):
+        if groups:
+            common, sequences = groups[-1]
+            shared = min(common, num_common(prompts[sequences[0]], prompts[sequence]), len(prompts[sequence]) - 1)
+            if shared >= LEAST_PREFIX:
+                groups[-1] = (shared, [*sequences, sequence])
+                continue
+        groups.append((len(prompts[sequence]) - 1, [sequence]))
+    return groups
 
 
 def serve(load: Callable[[], tuple[str, Run]]) -> None:

@@ -3,10 +3,11 @@
 Random-weight models (bench_models.py), or the sample model with its job, in bfloat16 (batchinfer also in fp8 when
 asked), all cores. The peers are vLLM's CPU build (compiled; eager; with attention over latents; in int8, for whose
 experts it needs AMX or an AMD processor; in float32, the only default where the processor has no AVX-512, since torch
-multiplies bfloat16 at a hundredth of that rate there), transformers and llama.cpp (in bfloat16; in Q8_0, 8 bits).
-`make bench-peers` and `make bench-llama` put them into .venv-peers. A peer loads once and then waits, so that
-batchinfer and it run every workload by turns and a drift of the machine meets both; with --fresh it is started anew for
-every turn.
+multiplies bfloat16 at a hundredth of that rate there), transformers, llama.cpp (in bfloat16; in Q8_0, 8 bits) and
+OpenVINO GenAI (weights in 8 bits; it cannot convert DeepSeek's models). `make bench-peers`, `make bench-llama` and
+`make bench-openvino` install them. A peer loads once and then waits, so that batchinfer and it run every workload by
+turns and a drift of the machine meets both; with --fresh it is started anew for every turn, as OpenVINO always is,
+whose prefix cache would know the prompts.
 
 work     from the start of the first step to the end of the last, no loading: of batchinfer in a fresh process each
          time, of vLLM from its second run on (with --fresh: its first)
@@ -19,7 +20,7 @@ memory   peak of the largest process; vLLM's holds 4 GB for KV
     python tests/bench/peers.py [--sizes tiny small release qwen3 qwen3-moe sample]
                                 [--kinds shared shuffled unshared] [--rounds 3]
                                 [--peers vllm vllm-float32 vllm-int8 vllm-eager vllm-mla transformers llama.cpp
-                                 llama.cpp-q8] [--fresh] [--all]
+                                 llama.cpp-q8 openvino] [--fresh] [--all]
                                 [--dtype bfloat16 | fp8 | float32]
 """
 
@@ -42,7 +43,17 @@ import duckdb
 from bench_models import GROUPED_SIZES, SIZES, TOKENIZER, make_int8_model, make_model, workload
 from engine import run_once
 from limits import gemm_flops, read_bytes_per_s
-from peer_process import ENVIRONMENT, GGUF_KINDS, PEERS, FreshPeer, OwnProcess, PeerProcess, compiled_folder, write_gguf
+from peer_process import (
+    ENVIRONMENT,
+    GGUF_KINDS,
+    PEERS,
+    FreshPeer,
+    OwnProcess,
+    PeerProcess,
+    compiled_folder,
+    write_gguf,
+    write_openvino,
+)
 from peer_server import Requests, write_workload
 
 from batchinfer.records import ExitCode
@@ -155,8 +166,10 @@ def compare_all(name: str, size: str, model: Path, options: argparse.Namespace) 
         has_compiled.touch()
     if name in GGUF_KINDS:
         write_gguf(name, model)
+    if name == "openvino":
+        write_openvino(model)
     num_rounds = options.rounds or (1 if name == "transformers" else 3)
-    start = FreshPeer if options.fresh else PeerProcess
+    start = FreshPeer if options.fresh or name == "openvino" else PeerProcess
     with tempfile.TemporaryDirectory() as scratch, contextlib.closing(start(name, size, peer_model)) as peer:
         print(f"{name}: {peer.versions}", flush=True)
         for kind in options.kinds if size != "sample" else ("job",):
