@@ -8,9 +8,11 @@ it to earlier releases. lm-eval is no dependency: nothing else imports this modu
 
 import hashlib
 import subprocess
+import sys
 import tempfile
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,9 +32,12 @@ from batchinfer.data.text_loss import load_checked_tokenizer
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, ConfigError, ExitCode
+from batchinfer.sanitize import clip, sanitize
 
 MOST_CHOICES = 64  # of one row; further choices of the same context go to more rows
 _TOKEN_IDS = pa.list_(pa.int32())
+# modules of lm-eval that check its own arguments
+_CHECK_ARGUMENTS = ("lm_eval.config.evaluate_config", "lm_eval.api.registry", "lm_eval.evaluator")
 Parts = dict[str, dict[str, Any]]  # of a job file
 _ScoreRequest = tuple[tuple[str, str], list[int], list[int]]  # (texts, context, continuation)
 
@@ -51,13 +56,13 @@ class BatchinferLM(TemplateLM):
             (input.chat_template_kwargs) are used here.
 
     Raises:
-        ConfigError: a key of settings is none of these.
+        ConfigError: an argument is missing or wrong, or a key of settings is none of these.
         ModelError: the folder holds no model.
     """
 
     def __init__(
         self,
-        path: str,
+        path: str | None = None,
         work_dir: str | None = None,
         max_length: int | None = None,
         batch_size: int | str | None = None,
@@ -66,6 +71,11 @@ class BatchinferLM(TemplateLM):
         **settings: Any,
     ) -> None:
         super().__init__()
+        if path is None:
+            raise ConfigError("model_args has no path; write --model_args path=DIR, the model's folder")
+        for name, value in {"path": path, "work_dir": work_dir}.items():
+            if not isinstance(value, str | None):
+                raise ConfigError(f"{name} is {value!r}, not text; write a folder with such a name as {name}=./NAME")
         self._path = Path(model_folder(Path.cwd(), path))
         parts: Parts = {"model": {"path": str(self._path)}}
         for key, value in settings.items():
@@ -257,6 +267,14 @@ def _row_sampling(wanted: dict[str, Any], tokenizer: PromptTokenizer, eot_token_
     return sampling | wanted
 
 
+class _FailedJobError(BatchinferError):
+    """A job failed, whose command has said why; its exit code is that of the evaluation."""
+
+    def __init__(self, job: Path, code: int) -> None:
+        super().__init__(f"batchinfer run {job} ended with exit code {code}; its messages are above")
+        self.exit_code = code if code > 0 else ExitCode.INTERNAL  # below 0: a signal
+
+
 class Jobs:
     """Runs jobs over token ids with one model and one set of keys, each in a folder named by its content.
 
@@ -274,18 +292,22 @@ class Jobs:
         """Run a job over these columns, of which `prompt` holds token ids, and return its output rows.
 
         Raises:
-            ConfigError: a key of the job is wrong.
+            ConfigError: a key of the job is wrong, or its folder cannot be written.
             BatchinferError: the job fails, or a row is an error row.
         """
         if len(columns["prompt"]) == 0:
             return []
-        folder = self._written(pa.table({"id": pa.array(range(len(columns["prompt"]))), **columns}), keys)
+        table = pa.table({"id": pa.array(range(len(columns["prompt"]))), **columns})
+        try:
+            folder = self._written(table, keys)
+        except OSError as error:
+            raise ConfigError(f"work_dir cannot be used: {error}") from None
         job = folder / "job.toml"
         # in a child process, free of the libraries and memory of lm-eval's process
         command = own_process.command("batchinfer", "run", str(job))
         code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
         if code not in (ExitCode.OK, ExitCode.ROW_ERRORS):
-            raise BatchinferError(f"batchinfer run {job} ended with exit code {code}; its messages are above")
+            raise _FailedJobError(job, code)
         rows: list[dict[str, Any]] = pq.read_table(folder / "run" / "outputs").to_pylist()
         for row in rows:
             if row["status"] != "ok":
@@ -313,14 +335,28 @@ class Jobs:
 
 
 def main() -> None:
-    """Run lm-eval's own command with this backend."""
+    """Run lm-eval's own command with this backend; report wrong arguments as a sentence with the exit code of one."""
     import lm_eval.models  # noqa: F401  (registers lm-eval's own backends, which it does only in an empty registry)
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import model_registry
 
     if "batchinfer" not in model_registry:
         model_registry.register("batchinfer", target="batchinfer.lm_eval:BatchinferLM")
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except BatchinferError as error:
+        _end(error.sentences, error.exit_code)
+    except (ValueError, FileNotFoundError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals["__name__"] not in _CHECK_ARGUMENTS:
+            raise
+        _end([str(error)], ExitCode.BAD_JOB)
+
+
+def _end(sentences: list[str], code: int) -> NoReturn:
+    for sentence in sentences:
+        print(f"error: {sanitize(clip(sentence))}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

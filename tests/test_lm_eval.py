@@ -22,10 +22,11 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from batchinfer.lm_eval import BatchinferLM
+from batchinfer.lm_eval import BatchinferLM, main
 
 TOLERANCE = 1e-4  # of log-probabilities of texts, in float32
 MOST_TOKENS = 2047
@@ -302,8 +303,34 @@ def test_what_cannot_work_is_one_sentence(ours, tmp_path):
     other = BatchinferLM(str(SAMPLE_MODEL), work_dir=str(tmp_path), **{"cluster.backend": "hopper"})
     with pytest.raises(
         BatchinferError, match=r"batchinfer run .*job.toml ended with exit code 2; its messages are above"
-    ):
+    ) as failed:
         other.loglikelihood([request("loglikelihood", "a", " b")], disable_tqdm=True)
+    assert failed.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({}, "model_args has no path; write --model_args path=DIR, the model's folder"),
+        ({"path": 5}, "path is 5, not text; write a folder with such a name as path=./NAME"),
+        ({"path": str(SAMPLE_MODEL), "dtpe": "fp8"}, "dtpe is no model argument of batchinfer; use path, dtype"),
+        ({"path": "/nowhere"}, "there is no model folder /nowhere; give the path of one"),
+        ({"path": str(SAMPLE_MODEL), "work_dir": "/proc/x"}, "work_dir cannot be used: "),
+        ({"model": "batchinfr"}, "Attempted to load model 'batchinfr'"),
+    ],
+)
+def test_wrong_arguments_of_the_command_are_one_sentence(monkeypatch, capsys, wrong, why):
+    def evaluate() -> None:
+        model = get_model(wrong.pop("model", "batchinfer")).create_from_arg_obj(wrong)
+        model.loglikelihood([request("loglikelihood", "a", " b")], disable_tqdm=True)
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", evaluate)  # the command takes 10 s to list its tasks
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {why}")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.all  # make test: figures of tasks, above
