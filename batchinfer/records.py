@@ -125,7 +125,8 @@ class Shard:
     version: str = ""  # of an object: its ETag, or its time of writing; "" for a file
     format: str = "parquet"  # or jsonl, csv, arrow, openai
     schema: str = ""  # Arrow schema of the columns in base64 (data/shard_schemas.py); "" if the file could not be read
-    written_ns: int = 0  # of a file that is not Parquet: when it was last written
+    written_ns: int = 0  # of a file: when it was last written
+    content: str = ""  # of a Parquet file: hex digest of all bytes, known when it is tokenised; "" in earlier versions
 
     def changed(self) -> RunMismatchError:
         """Return the error for a file that changed after planning."""

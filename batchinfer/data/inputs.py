@@ -10,9 +10,10 @@ from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.formats.first_bytes import HEAD_BYTES
 from batchinfer.data.parquet import DAMAGE
 from batchinfer.data.shard_schemas import folder_values, with_schema
+from batchinfer.data.shards import is_same
 from batchinfer.data.stores import StoreFile
 from batchinfer.data.wide_rows import BATCH_BYTES
-from batchinfer.records import InputError, Shard
+from batchinfer.records import InputError, RunMismatchError, Shard
 from batchinfer.sanitize import first_line
 
 
@@ -59,8 +60,17 @@ def read_batches(
         InputError: the file is damaged, has another number of rows than was counted, or has a row of more than
             wide_rows.ROW_BYTES.
         StoreError: the object store fails.
-        RunMismatchError: the file or object was replaced, perhaps while it was read.
+        RunMismatchError: the file or object was replaced, perhaps while it was read; or the file is gone.
     """
+    try:
+        yield from _read(shard, columns, batch_rows, s3)
+    except InputError:
+        _refuse_other_file(shard, s3)
+        raise
+    _refuse_other_file(shard, s3)
+
+
+def _read(shard: Shard, columns: list[str], batch_rows: int, s3: S3Config) -> Iterator[pa.RecordBatch]:
     num_rows = 0
     constants = {name: value for name, value in folder_values(shard).items() if name in columns}
     asked, columns = columns, [name for name in columns if name not in constants]
@@ -85,6 +95,18 @@ def read_batches(
             pass  # raises if the object was replaced meanwhile
     if num_rows != shard.num_rows:
         raise InputError(f"{shard.path} holds {num_rows} rows, not the {shard.num_rows} listed; restore the file")
+
+
+def _refuse_other_file(shard: Shard, s3: S3Config) -> None:
+    """Raise RunMismatchError if another file than the one that was inspected is in its place, or none."""
+    if is_uri(shard.path):
+        return
+    try:
+        if is_same(shard, s3):
+            return
+    except InputError as error:
+        raise RunMismatchError(str(error)) from None
+    raise shard.changed()
 
 
 # ---- reading

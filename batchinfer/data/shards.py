@@ -29,7 +29,7 @@ from batchinfer.data.parquet import DAMAGE
 from batchinfer.data.patterns import matching_paths
 from batchinfer.data.stores import StoreFile, matching_objects
 from batchinfer.progress import note
-from batchinfer.records import ConfigError, InputError, Shard
+from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
 from batchinfer.sanitize import first_line
 
 INSPECTORS = 16  # files looked into at a time
@@ -72,8 +72,8 @@ def with_types(shards: list[Shard], roles: Mapping[str, str], s3: S3Config = DEF
 def refuse_changed(shards: list[Shard], s3: S3Config) -> None:
     """Check that no shard was replaced after it was planned.
 
-    Compared are size and version of an object, and size and footer of a Parquet file. A file of another format is
-    unchanged if its size and modification time are, else if all its bytes are.
+    Compared are size and version of an object, and size and footer of a Parquet file. A file is then unchanged if its
+    modification time is, else if all its bytes are: values of the same length leave a Parquet footer as it was.
 
     Raises:
         RunMismatchError: a shard was replaced.
@@ -82,12 +82,17 @@ def refuse_changed(shards: list[Shard], s3: S3Config) -> None:
     """
     readable = [shard for shard in shards if shard.problem is None]
     with ThreadPoolExecutor(max_workers=INSPECTORS) as pool:
-        for shard, is_same in zip(readable, pool.map(lambda shard: _is_same(shard, s3), readable), strict=True):
-            if not is_same:
+        for shard, same in zip(readable, pool.map(lambda shard: is_same(shard, s3), readable), strict=True):
+            if not same:
                 raise shard.changed()
 
 
-def _is_same(shard: Shard, s3: S3Config) -> bool:
+def is_same(shard: Shard, s3: S3Config) -> bool:
+    """Return whether a shard is the file or object that was planned, compared as in `refuse_changed`.
+
+    Raises:
+        InputError, StoreError: it cannot be read.
+    """
     if is_uri(shard.path):
         with StoreFile(shard.path, s3) as source:
             return (source.size_bytes, source.version) == (shard.size_bytes, shard.version)
@@ -95,7 +100,7 @@ def _is_same(shard: Shard, s3: S3Config) -> bool:
         raise InputError(f"{shard.path} does not exist (any more); restore it")
     if shard.format == "parquet":
         found = _inspected(replace(shard, footer=""), {}, s3)
-        return (found.size_bytes, found.footer) == (shard.size_bytes, shard.footer)
+        return (found.size_bytes, found.footer) == (shard.size_bytes, shard.footer) and has_same_bytes(shard, found)
     try:
         status = os.stat(shard.path)
         if (status.st_size, status.st_mtime_ns) == (shard.size_bytes, shard.written_ns):
@@ -104,6 +109,35 @@ def _is_same(shard: Shard, s3: S3Config) -> bool:
             return status.st_size == shard.size_bytes and HashedBytes(file).digest() == shard.footer
     except OSError as error:
         raise InputError(f"{shard.path} cannot be read: {first_line(error)}; restore it") from None
+
+
+def has_same_bytes(planned: Shard, found: Shard) -> bool:
+    """Return whether a Parquet file with the planned footer has the planned values, too; True for other shards.
+
+    Raises:
+        InputError, RunMismatchError: as `with_content`.
+    """
+    is_known = planned.content != "" and planned.written_ns != found.written_ns
+    return not is_known or with_content(found).content == planned.content
+
+
+def with_content(shard: Shard) -> Shard:
+    """Return a shard with the checksum and the date of its bytes, if it is a Parquet file.
+
+    Raises:
+        InputError: the file cannot be read.
+        RunMismatchError: it is gone.
+    """
+    if shard.format != "parquet" or is_uri(shard.path):
+        return shard
+    try:
+        with open(shard.path, "rb") as file:
+            written_ns = os.fstat(file.fileno()).st_mtime_ns
+            return replace(shard, written_ns=written_ns, content=HashedBytes(file).digest())
+    except FileNotFoundError:
+        raise RunMismatchError(f"{shard.path} does not exist (any more); restore it") from None
+    except OSError as error:
+        raise InputError(f"{shard.path} cannot be read: {first_line(error)}") from None
 
 
 # ---- names
@@ -259,7 +293,7 @@ def _inspected(shard: Shard, roles: Mapping[str, str], s3: S3Config) -> Shard:
             found = _described(shard, file, roles)
     except DAMAGE as error:
         return replace(shard, problem=first_line(error))
-    return found if shard.format == "parquet" else replace(found, written_ns=status.st_mtime_ns)
+    return replace(found, written_ns=status.st_mtime_ns)
 
 
 def _described(shard: Shard, file: pa.NativeFile, roles: Mapping[str, str]) -> Shard:

@@ -46,7 +46,7 @@ class EarlierTokens:
     """
 
     def __init__(self, storage: Storage | None, fingerprint: Fingerprint) -> None:
-        self._files: dict[tuple[str, ...], Path] = {}
+        self._files: dict[tuple[str, ...], tuple[Shard, Path]] = {}
         if storage is None:
             return
         run = storage.run
@@ -70,12 +70,19 @@ class EarlierTokens:
         self._manifest = Manifest(run.root, state.get("files"))
         for shard in shards_of_state(state):
             if shard.problem is None and run.tokens(shard.index) in self._manifest:
-                self._files[_identity(shard)] = run.tokens(shard.index)
+                self._files[_identity(shard)] = shard, run.tokens(shard.index)
 
     def of(self, shard: Shard) -> ShardTokens | None:
-        """Return the earlier tokens of a shard; None if it has none or changed (path, size, footer, version, rows)."""
-        path = self._files.get(_identity(shard))
-        return None if path is None else ShardTokens(shard, path, self._manifest)
+        """Return the earlier tokens of a shard; None if it has none or changed (path, size, footer, version, rows).
+
+        A Parquet file has changed, too, if neither its time of writing nor all its bytes are the same.
+        """
+        if (found := self._files.get(_identity(shard))) is None:
+            return None
+        earlier, path = found
+        if earlier.written_ns != shard.written_ns and earlier.content != shard.content:
+            return None
+        return ShardTokens(shard, path, self._manifest)
 
 
 class ShardTokens:

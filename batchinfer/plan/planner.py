@@ -24,6 +24,7 @@ from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.schemas.internal import PLAN_SUMMARY, smallest_token_type
 from batchinfer.data.shard_schemas import id_type
+from batchinfer.data.shards import has_same_bytes
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
@@ -150,7 +151,7 @@ def _open_run(
                     return state
                 carried = {key: state[key] for key in (MADE, "id", REUSED) if key in state}
                 storage.fetch("plan", "tokens")
-                keep_sound_token_files(run, Manifest(run.root, state.get("files")), shards)
+                keep_sound_token_files(run, Manifest(run.root, state.get("files")), shards_of_state(state))
     state = {
         "id": secrets.token_hex(8),  # random, so that two runs of the same job differ
         **carried,
@@ -170,7 +171,7 @@ def _is_same(
     run = storage.run
     try:
         paths = {shard.name: shard.path for shard in [*shards_of_state(state), *shards]}
-        check_same(state["fingerprint"], fingerprint, run.shown, paths)
+        check_same(state["fingerprint"], {**fingerprint, **_edited(state, fingerprint, shards)}, run.shown, paths)
     except RunMismatchError as mismatch:
         if again:
             raise
@@ -179,6 +180,15 @@ def _is_same(
         note(f"{run.shown} held the plan of another job without results; the folder is planned again")
         return False
     return True
+
+
+def _edited(state: dict[str, Any], fingerprint: dict[str, Any], shards: list[Shard]) -> dict[str, Any]:
+    """Return the part of the fingerprint on the shards, where those differ that were edited under the same footer."""
+    before = {shard.name: shard for shard in shards_of_state(state)}
+    edited = {shard.name for shard in shards if shard.name in before and not has_same_bytes(before[shard.name], shard)}
+    return {
+        "input shards": [[*entry, "edited"] if entry[0] in edited else entry for entry in fingerprint["input shards"]]
+    }
 
 
 def _publish_state(prepared: Prepared, state: dict[str, Any], shards: list[Shard]) -> None:

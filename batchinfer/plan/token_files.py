@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import JobConfig
 from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.prompts import PromptLimits
+from batchinfer.data.shards import with_content
 from batchinfer.data.validate import ShardRows, rows_found, tokenize_shard
 from batchinfer.manifest import Manifest
 from batchinfer.plan.inputs import Prepared, warn_of_date, warn_of_tools
@@ -31,21 +33,25 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
     limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
     id_type = pa.type_for_alias(read_state(run)["id_type"])
     checked, warnings = [], RowWarnings()
+    contents: dict[int, str] = {}
     with (
         Progress("tokenise", sum(shard.num_rows for shard in shards), "rows", phase="planning") as progress,
-        Publisher(partial(_vouch_for_tokens, run, prepared.manifest)) as publisher,
+        Publisher(partial(_vouch_for_tokens, run, prepared.manifest, contents)) as publisher,
     ):
-        for shard in shards:
+        for inspected in shards:
+            shard = inspected
             if shard.problem is not None:
                 progress.advance(shard.num_rows)
                 checked.append(shard)
                 continue
             target = run.tokens(shard.index)
-            if (found := _found_before(prepared, shard)) is not None:
-                progress.advance(shard.num_rows)
-            else:
-                earlier = prepared.earlier.of(shard)
-                try:
+            try:
+                shard = with_content(inspected)
+                contents[shard.index] = shard.content
+                if (found := _found_before(prepared, shard)) is not None:
+                    progress.advance(shard.num_rows)
+                else:
+                    earlier = prepared.earlier.of(shard)
                     found = tokenize_shard(
                         shard,
                         prepared.job,
@@ -59,13 +65,13 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
                         id_type=id_type,
                         publisher=publisher,
                     )
-                except InputError as error:
-                    if strict:
-                        raise
-                    note(f"warning: {error}")
-                    problem = str(error).removeprefix(f"{shard.path} is ").removeprefix(f"{shard.path} ")
-                    checked.append(replace(shard, problem=problem))
-                    continue
+            except InputError as error:
+                if strict:
+                    raise
+                note(f"warning: {error}")
+                problem = str(error).removeprefix(f"{shard.path} is ").removeprefix(f"{shard.path} ")
+                checked.append(replace(shard, problem=problem))
+                continue
             warnings.add(shard, found)
             if found.num_bad:
                 note(f"warning: {found.num_bad:,} bad rows in {shard.path}; the first: {found.first_error}")
@@ -82,7 +88,7 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
 
 
 def _found_before(prepared: Prepared, shard: Shard) -> ShardRows | None:
-    """Return the row counts of a token file that an interrupted plan completed, else None.
+    """Return the row counts of a token file that an interrupted plan completed for these bytes, else None.
 
     The file is added to the manifest of the present plan.
     """
@@ -91,9 +97,10 @@ def _found_before(prepared: Prepared, shard: Shard) -> ShardRows | None:
         return None
     path = run.tokens(shard.index)
     try:
-        manifest = Manifest(
-            run.root, {f"tokens/{path.name}": read_json(run.token_checksums(shard.index), "bytes", "xxh3")}
-        )
+        said = read_json(run.token_checksums(shard.index), "bytes", "xxh3")
+        if said.get("content", "") != shard.content:
+            return None
+        manifest = Manifest(run.root, {f"tokens/{path.name}": {key: said[key] for key in ("bytes", "xxh3")}})
         manifest.check(path)
         found = rows_found(path, manifest)
     except DamagedFileError as error:
@@ -106,18 +113,20 @@ def _found_before(prepared: Prepared, shard: Shard) -> ShardRows | None:
 
 def keep_sound_token_files(run: RunDir, manifest: Manifest, shards: list[Shard]) -> None:
     """Keep the sound token files for a plan that is made again; move damaged ones to quarantine."""
+    contents = {shard.index: shard.content for shard in shards}
     for path in [run.tokens(shard.index) for shard in shards]:
         try:
             manifest.check(path)
         except DamagedFileError as error:
             set_aside(run, path, error.reason)
         else:
-            _vouch_for_tokens(run, manifest, path)
+            _vouch_for_tokens(run, manifest, contents, path)
 
 
-def _vouch_for_tokens(run: RunDir, manifest: Manifest, path: Path) -> None:
-    """Write the checksums of a token file next to it, for as long as run.json does not have them."""
-    publish_json(run.token_checksums(int(path.stem)), manifest[path].as_json())
+def _vouch_for_tokens(run: RunDir, manifest: Manifest, contents: Mapping[int, str], path: Path) -> None:
+    """Write the checksums of a token file and its shard next to it, for as long as run.json does not have them."""
+    shard = int(path.stem)
+    publish_json(run.token_checksums(shard), {**manifest[path].as_json(), "content": contents[shard]})
 
 
 @dataclass(slots=True)

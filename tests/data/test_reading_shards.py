@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather
 
 from batchinfer.data.inputs import read_batches
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.shard_schemas import shard_schema
-from batchinfer.data.shards import find_shards
-from batchinfer.records import InputError
+from batchinfer.data.shards import find_shards, with_content
+from batchinfer.records import InputError, RunMismatchError
 from support.prompt_tables import (
     SAMPLE,
     make_job,
@@ -76,14 +77,21 @@ def test_a_damaged_footer_is_a_problem_or_reads_as_some_table(tmp_path, seed):
             assert "a.parquet" in str(error)  # noqa: PT017  (either outcome is right)
 
 
-def test_a_shard_that_shrank_is_noticed(tmp_path):
-    path = write(tmp_path / "a.parquet", {"prompt": ["x", "y"]})
-    shard = one_shard(path)
-    write(path, {"prompt": ["x"]})
-    with pytest.raises(InputError, match="holds 1 rows, not the 2"):
-        list(read_batches(shard, ["prompt"]))
-    path.unlink()
-    with pytest.raises(InputError, match="cannot be read"):
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("rows", [["x"], ["y", "x"], None])
+def test_a_shard_that_is_replaced_before_it_is_read_is_refused(tmp_path, suffix, rows):
+    path = tmp_path / f"a.{suffix}"
+    put = {"parquet": pq.write_table, "arrow": feather.write_feather}[suffix]
+    put(pa.table({"prompt": ["x", "y"]}), path)
+    shard = with_content(one_shard(path))
+    assert [len(batch) for batch in read_batches(shard, ["prompt"])] == [2]
+    path.write_bytes(path.read_bytes())
+    assert [len(batch) for batch in read_batches(shard, ["prompt"])] == [2]
+    if rows is None:
+        path.unlink()
+    else:
+        put(pa.table({"prompt": rows}), path)
+    with pytest.raises(RunMismatchError, match="restore it"):
         list(read_batches(shard, ["prompt"]))
 
 
@@ -131,7 +139,7 @@ import re, sys
 from pathlib import Path
 from batchinfer.config import JobConfig
 from batchinfer.data.encoders import Encoders
-from batchinfer.data.shards import find_shards
+from batchinfer.data.shards import find_shards, with_content
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.validate import tokenize_shard
 path, model = sys.argv[1:]

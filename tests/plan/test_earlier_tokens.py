@@ -75,6 +75,16 @@ def other_shard(folder):
     write_shard(folder / "prompts" / "a.parquet", {"id": range(3000), "prompt": [f"{text}!" for text in PROMPTS]})
 
 
+def edited_in_place(folder):
+    """Two prompts exchanged, which the footer does not show."""
+    path = folder / "prompts" / "a.parquet"
+    footer = pq.read_metadata(path)
+    prompts = [None if row == 1500 else text for row, text in enumerate(PROMPTS)]
+    prompts[6], prompts[7] = prompts[7], prompts[6]
+    write_shard(path, {"id": range(3000), "prompt": pa.array(prompts)})
+    assert pq.read_metadata(path).equals(footer)
+
+
 def other_template(folder):
     (folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
 
@@ -83,7 +93,7 @@ def writable_by_others(folder):
     (folder / "run").chmod(0o777)
 
 
-@pytest.mark.parametrize("change", [other_shard, other_template, writable_by_others])
+@pytest.mark.parametrize("change", [other_shard, edited_in_place, other_template, writable_by_others])
 def test_nothing_is_taken_when_something_is_not_the_same(first, tmp_path, monkeypatch, change):
     change(tmp_path)
     assert tokenized(tmp_path, load_job(first), monkeypatch)[1] == 3000

@@ -11,7 +11,7 @@ from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import LAUNCHERS, RunDir
-from support.jobs import answers, batchinfer, write_job, write_questions
+from support.jobs import answers, batchinfer, write_job, write_questions, write_shard
 
 
 @pytest.fixture
@@ -61,6 +61,47 @@ def test_a_run_in_which_work_was_done_is_refused_and_what_would_be_lost_is_told(
     assert ended.code == 2
     assert "or delete that folder, which loses the outputs of 5 rows" in ended.err
     assert len(answers(tmp_path / "run")) == 5
+
+
+def write_three(path, answer):
+    """Three prompts, of which no answer of two digits changes the file's footer."""
+    return write_shard(path, {"id": ["a", "b", "c"], "prompt": ["Ask 10.", f"Ben {answer}.", "Cut 12."]})
+
+
+def test_a_shard_edited_under_the_same_footer_is_planned_anew_or_refused(planned, tmp_path):
+    first = write_three(tmp_path / "prompts" / "part-0.parquet", 11)
+    assert batchinfer("plan", planned).code == 0
+    footer = pq.read_metadata(first)
+    write_three(first, 37)
+    assert pq.read_metadata(first).equals(footer)
+    ended = batchinfer("plan", planned)
+    assert "the folder is planned again" in ended.err
+    assert batchinfer("work", planned).code == 0
+    write_three(first, 11)
+    for command in ("plan", "run", "finish"):
+        ended = batchinfer(command, planned)
+        assert ended.code == 2, ended.err
+        assert "part-0.parquet" in ended.err
+    write_three(first, 37)
+    assert batchinfer("run", planned).code == 0
+
+
+def test_a_plan_that_was_interrupted_does_not_take_tokens_of_an_edited_shard(planned, tmp_path, monkeypatch):
+    from batchinfer.plan import planner
+
+    def dies(*_):
+        raise OSError("the disk is gone")
+
+    first = write_three(tmp_path / "prompts" / "part-0.parquet", 11)
+    with monkeypatch.context() as patched:
+        patched.setattr(planner, "load_rows", dies)
+        again = batchinfer("plan", planned, "--set", f"output.dir={tmp_path / 'again'}")
+        assert again.code == 1, again.err
+    before = pq.read_table(tmp_path / "again" / "tokens" / "00000.parquet")["token_ids"].to_pylist()
+    write_three(first, 37)
+    assert batchinfer("plan", planned, "--set", f"output.dir={tmp_path / 'again'}").code == 0
+    after = pq.read_table(tmp_path / "again" / "tokens" / "00000.parquet")["token_ids"].to_pylist()
+    assert [row for row in range(3) if before[row] != after[row]] == [1]
 
 
 def add_session(run):
