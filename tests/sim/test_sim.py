@@ -461,6 +461,11 @@ def test_the_tokens_of_a_planned_job_are_those_that_its_report_will_count(tmp_pa
         ("requests = 3000", "requests = 3000\nhit_share = 0.5\nhit_depth = 0.4", ["hit_depth is 0.4", "hit_share 0.5"]),
         ("requests = 3000", "requests = 3000\nhit_depth = 0.0", ["hit_depth is 0.0", "greater than 0"]),
         ("requests = 3000", "requests = 3000\npeak_over_mean = 1.5", ["peak_over_mean", 'arrival = "day"']),
+        (
+            REQUESTS,
+            f"{REQUESTS}\npeak_over_mean = 1.5\n[day]\ninput_tokens = 1e9\nload_by_hour = {[1] * 24}",
+            ["day.load_by_hour says when the work arrives; leave workload.peak_over_mean out"],
+        ),
         (REQUESTS, 'plan = "x"\narrival = "day"', ["workload.plan and arrival are both given"]),
         (REQUESTS, 'plan = "x"\nprompt_spread = 0.0', ["workload.plan and prompt_spread are both given"]),
         (
