@@ -400,6 +400,26 @@ def test_simulate_as_a_table_and_as_json(tmp_path):
     assert figures["cheapest"]["gpu_hours"] <= figures["cheapest"]["gpu_hours_as_specified"] * 1.001
 
 
+def test_requests_that_do_not_fit_are_told(tmp_path):
+    def ended(requests, *options):
+        path = tmp_path / "spec.toml"
+        path.write_text(f"{SPEC}[decode]\nrequests_per_gpu = {requests}\n")
+        ended = batchinfer("simulate", path, "--json", *options)
+        return json.loads(ended.out), ended.err
+
+    figures, err = ended(5000)
+    fitting = figures["decode"]["requests_per_gpu"]
+    assert 0 < fitting < 5000
+    (line,) = err.splitlines()
+    assert line.endswith(
+        f"warning: decode.requests_per_gpu is 5,000, but the KV memory of a GPU holds {fitting:,} requests of this "
+        f"workload: figures of full units are for {fitting:,}"
+    )
+    given, err = ended(fitting, "--suggest")
+    assert err == ""
+    assert ended(5000, "--suggest")[0]["changes"] == given["changes"]
+
+
 def test_a_planned_job_is_simulated(tmp_path):
     write_questions(tmp_path / "prompts")
     job = write_job(tmp_path)
