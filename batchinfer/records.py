@@ -102,6 +102,14 @@ class PeerLostError(BatchinferError):
         return cls(f"{missing} ranks of the group did not connect within {timeout_s:g} s: {error}")
 
 
+class GroupEndedError(BatchinferError):
+    """The first process of a group ended with an error, which is that of all its processes."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(f"the first process of this group ended: {reason}")
+        self.exit_code = exit_code
+
+
 class InterruptedRunError(BaseException):
     """A signal stopped the run; finished work is kept and the same command goes on from there.
 

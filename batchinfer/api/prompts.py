@@ -22,7 +22,7 @@ from batchinfer.data.plain_arrays import plain_array
 from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.first_job import CHATS_AS_JSON, LOOK_ROWS, USUAL_NAMES, chat_keys, usual_columns
 from batchinfer.records import ConfigError, InputError, RunMismatchError
-from batchinfer.sanitize import first_line
+from batchinfer.sanitize import clip, first_line
 from batchinfer.whole_files import cannot_write, published
 
 MASK = "attention_mask"
@@ -111,7 +111,7 @@ def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shar
     try:
         with published(target) as temporary:
             with pq.ParquetWriter(temporary, reader.schema, compression="zstd") as writer:
-                for batch in reader:
+                for batch in _batches(reader):
                     writer.write_batch(batch)
             if run_json.exists() and target.exists() and not filecmp.cmp(temporary, target, shallow=False):
                 raise RunMismatchError(
@@ -119,15 +119,24 @@ def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shar
                     "give the same rows, or delete that folder"
                 )
     except (pa.ArrowException, ValueError, TypeError) as error:
-        _raise_callers(error)
         raise InputError(f"data cannot be written as Parquet: {first_line(error)}; {USE}") from None
+
+
+def _batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+    """Yield the batches; the error of a caller's own reader is one of reading, whatever its class is."""
+    try:
+        yield from reader
+    except (pa.ArrowException, OSError) as error:
+        _raise_callers(error)
+        raise
 
 
 def _raise_callers(error: BaseException) -> None:
     """Raise InputError if the caller's own reader has raised the error."""
-    said, of_caller, _ = first_line(error).partition(PYTHON_ERROR)
+    text, of_caller, trace = str(error).partition(PYTHON_ERROR)
     if of_caller:
-        raise InputError(f"data cannot be read: {said.removeprefix('Unknown error: ')}") from error
+        lines = text.removeprefix("Unknown error: ").strip().splitlines() or trace.strip().splitlines()[-1:]
+        raise InputError(f"data cannot be read: {clip(''.join(lines[:1])).rstrip('.')}") from error
 
 
 def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBatchReader, dict[str, str]]:
@@ -196,15 +205,16 @@ def _kind(row: Any, place: int) -> str:
 
 def are_json_chats(reader: pa.RecordBatchReader, name: str) -> tuple[pa.RecordBatchReader, bool]:
     """Return a reader of the same rows, and whether texts of a column with a usual name for chats are chats as JSON."""
-    if name.lower() not in USUAL_NAMES["messages"] or (first := next(reader, None)) is None:
+    batches = _batches(reader)
+    if name.lower() not in USUAL_NAMES["messages"] or (first := next(batches, None)) is None:
         return reader, False
     texts = python_values(first.column(name).slice(0, LOOK_ROWS))
-    return pa.RecordBatchReader.from_batches(reader.schema, chain([first], reader)), chat_keys(texts) == CHATS_AS_JSON
+    return pa.RecordBatchReader.from_batches(reader.schema, chain([first], batches)), chat_keys(texts) == CHATS_AS_JSON
 
 
 def _without_empty_batches(reader: pa.RecordBatchReader) -> tuple[pa.RecordBatchReader, bool]:
     """Return a reader of the same rows, and whether there are none: the length of a DuckDB query is another query."""
-    batches = (batch for batch in reader if len(batch))
+    batches = (batch for batch in _batches(reader) if len(batch))
     first = next(batches, None)
     rest = batches if first is None else chain([first], batches)
     return pa.RecordBatchReader.from_batches(reader.schema, rest), first is None

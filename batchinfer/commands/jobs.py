@@ -211,10 +211,10 @@ def finish(
         storage = storage_of(config)
         session.attach(storage)
         if wait:
-            wait_for_units(storage)
+            wait_for_units(storage, session)
         tracer = tracer_of(trace)
         tracer.go_on(storage)
-        result = _finish(run, config, stop, tracer, allow_partial=allow_partial)
+        result = _finish(run, config, session, stop, tracer, allow_partial=allow_partial)
     _note_finished(run, config, result)
     sys.exit(result.exit_code)
 
@@ -301,7 +301,7 @@ def run(
         _work(run_dir, config, session, stop, tracer, ranks)
         stop.check()
         # another `run` that has joined this one may finish first: its result counts for both
-        result = _when_free(config, partial(_finish, run_dir, config, stop, tracer, allow_partial=False))
+        result = _when_free(config, partial(_finish, run_dir, config, session, stop, tracer, allow_partial=False))
     if as_json or not sys.stdout.isatty():  # else the summary on the same terminal says this
         _note_finished(run_dir, config, result)
     if not process.has_caller:
@@ -420,14 +420,14 @@ def _work(
 
 
 def _finish(
-    run_dir: RunDir, config: JobConfig, stop: StopSignal, tracer: Tracer, *, allow_partial: bool
+    run_dir: RunDir, config: JobConfig, session: Session, stop: StopSignal, tracer: Tracer, *, allow_partial: bool
 ) -> FinishedRun:
     with stop.held():  # DuckDB calls Python while it is imported
         from batchinfer.finish.finish import finish_run
     from batchinfer.run.store.open import storage_of
 
     with tracer.span("finish", "controller"):
-        result = finish_run(run_dir, config, allow_partial=allow_partial)
+        result = finish_run(run_dir, config, session, allow_partial=allow_partial)
     if tracer.enabled:
         tracer.write(run_dir.trace)
         storage_of(config).put(run_dir.trace)

@@ -71,8 +71,10 @@ def report(
         raise click.UsageError(f"{' and '.join(chosen)} are different reports; ask for one at a time")
     if as_json and (html is not None or parquet is not None):
         raise click.UsageError(f"--json prints figures and {chosen[-1]} writes files; ask for one at a time")
-    if compare and (len(runs) < 2 or (len(runs) > 2 and html is not None)):
+    if compare and len(runs) < 2:
         raise click.UsageError(f"--compare takes two runs, but got {len(runs)}; name the earlier one first")
+    if compare and len(runs) > 2 and html is not None:
+        raise click.UsageError(f"a page compares two runs, but got {len(runs)}; name two, or leave --html out")
     folders = _run_folders(runs)
     if sql is not None:
         _print_query(folders, sql, sql_seconds, as_json=as_json)

@@ -19,6 +19,8 @@ from batchinfer.run.planned import job_of
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.status.status import StatusReader
 
+NAMED = 3  # damaged files in a sentence
+
 
 def is_unfinished(folder: Path) -> bool:
     """Return whether a run folder has rows to compute or outputs to write."""
@@ -54,12 +56,22 @@ def report_document(folder: Path) -> dict[str, Any]:
         return as_document(read_report(found))
 
 
+def damaged_files(damaged: dict[Path, str]) -> str:
+    """Return one sentence on damaged files: all of a few, else the first ones and how many more."""
+    if len(damaged) == 1:
+        ((path, reason),) = damaged.items()
+        return f"{path} is damaged ({reason}); it is left out"
+    named = ", ".join(f"{path} ({reason})" for path, reason in list(damaged.items())[:NAMED])
+    more = f" and {len(damaged) - NAMED:,} more" if len(damaged) > NAMED else ""
+    return f"{len(damaged):,} files are damaged: {named}{more}; they are left out"
+
+
 def _so_far(folder: Path, scratch: Path) -> Path:
     run, target = RunDir(folder), scratch / folder.name
     reader = StatusReader(run, checks_results=True)
     status = reader.read()
-    for path, reason in reader.damaged.items():
-        note(f"warning: {path} is damaged ({reason}); it is left out; `batchinfer run` computes lost rows again")
+    if reader.damaged:
+        note(f"warning: {damaged_files(reader.damaged)}; `batchinfer run` computes lost rows again")
     num_rows = write_so_far(run, job_of(run.root, ()), reader.counted, target)
     is_planned = status.state != "planning"
     how_far = Unfinished(

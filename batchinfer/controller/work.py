@@ -30,7 +30,7 @@ from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.host_info import task_name
 from batchinfer.launch.agent import serve_node
 from batchinfer.launch.host_memory import decided, stream_forecast, stream_words, with_weights
-from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
+from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, tell_end, this_node
 from batchinfer.launch.rank_loader import RankLoader, open_ranks
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import load_model_config
@@ -129,6 +129,10 @@ def _ranks(
         announced = announce(storage, node, MeetingPoint(called_at, port, connections.credentials, session.name))
     try:
         yield ranks
+    except Exception as error:
+        if announced is not None:
+            tell_end(storage, session.name, error)
+        raise
     finally:
         stop.graceful = False
         if is_ours:

@@ -25,7 +25,7 @@ from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shar
 from batchinfer.run.equality import run_equality
 from batchinfer.run.fingerprint import planned_tokenizer
 from batchinfer.run.publish import publish_run
-from batchinfer.run.session import keep_last_signs
+from batchinfer.run.session import Session, keep_last_signs
 from batchinfer.run.store.interface import Storage
 from batchinfer.run.store.open import storage_of
 from batchinfer.run.units.counted import CountedUnit, counted_units, run_results
@@ -51,10 +51,11 @@ class FinishedRun:
         return ExitCode.ROW_ERRORS if self.num_errors or self.unreadable else ExitCode.OK
 
 
-def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> FinishedRun:
+def finish_run(run: RunDir, job: JobConfig, session: Session, *, allow_partial: bool = False) -> FinishedRun:
     """Check that no row is missing or double, write outputs/ and stats/, and publish them if output.publish is set.
 
     Raises:
+        ConfigError: the run folder was deleted or replaced meanwhile.
         IncompleteRunError: rows are missing (without `allow_partial`), or a result is double.
         RunMismatchError: an input shard is not the file that was planned; or output.publish is another job's.
         StoreError: an object store does not answer or refuses to.
@@ -63,7 +64,11 @@ def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> F
     with _scratch(storage, is_last=not allow_partial):
         storage.fetch("plan", "tokens", "results", "stats", "outputs", "signs", *(("claims",) if allow_partial else ()))
         keep_last_signs(storage)
-        result = _finish(run, job, allow_partial=allow_partial)
+        try:
+            result = _finish(run, job, session, allow_partial=allow_partial)
+        except Exception:
+            session.check_run()  # without the folder any error may come
+            raise
         storage.commit()
         if job.output.publish is not None:
             _publish(run, job, result)
@@ -83,7 +88,7 @@ def _publish(run: RunDir, job: JobConfig, result: FinishedRun) -> None:
     )
 
 
-def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
+def _finish(run: RunDir, job: JobConfig, session: Session, *, allow_partial: bool) -> FinishedRun:
     """Gather the results that count, write rows from them, then the statistics and run.json that vouch for the rows."""
     state = read_state(run)
     manifest = Manifest(run.root, state.get("files"))
@@ -105,8 +110,9 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     if is_written:
         result = FinishedRun(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
     else:
-        result = _write_rows(run, job, state, manifest, shards, units, tokenizer, allow_partial=allow_partial)
+        result = _write_rows(run, job, session, state, manifest, shards, units, tokenizer, allow_partial=allow_partial)
 
+    session.check_run()  # run.json of another run must not be overwritten
     write_run_stats(run, job, shards, state["counts"], equality, manifest)  # again if written: prices may have changed
     finished = {**asdict(result), "unreadable": list(result.unreadable)}
     now = "partial" if result.num_missing else "finished"
@@ -118,6 +124,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
 def _write_rows(
     run: RunDir,
     job: JobConfig,
+    session: Session,
     state: dict[str, Any],
     manifest: Manifest,
     shards: list[Shard],
@@ -136,6 +143,7 @@ def _write_rows(
         # what a KV store holds changes the counts anyway
         as_planned = REUSED in state and job.kv.dir is None
         num_missing = join_results(connection, run, files, apart, allow_partial=allow_partial, as_planned=as_planned)
+        session.check_run()
         _remove_other_formats(run, job, manifest, shards)
         num_rows, num_errors = write_outputs(connection, run, manifest, job, shards, state, answers, tokenizer)
         commonest = commonest_error(connection, run, shards) if num_errors else (None, 0)
@@ -196,8 +204,12 @@ def _is_written(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Sh
 LOOK_S = 5.0  # between checks, each of which lists one folder
 
 
-def wait_for_units(storage: Storage) -> None:
-    """Wait until every unit of the plan is done; a signal ends the command earlier."""
+def wait_for_units(storage: Storage, session: Session) -> None:
+    """Wait until every unit of the plan is done; a signal ends the command earlier.
+
+    Raises:
+        ConfigError: the run folder was deleted or replaced meanwhile.
+    """
     storage.fetch("state", "plan")
     run = storage.run
     rows = read_rows(run.units, Manifest(run.root, read_state(run).get("files")))
@@ -208,3 +220,4 @@ def wait_for_units(storage: Storage) -> None:
             note(f"waiting: {left:,} of {len(wanted):,} units are not done yet")
             reported = left
         time.sleep(LOOK_S)
+        session.check_run()

@@ -118,7 +118,9 @@ class DiskStore:
         if self._keeper.is_alive():
             self._keeper.join(CLOSE_S)
         if not self._keeper.is_alive():
-            self._publish(is_last=True)
+            last = threading.Thread(target=self._publish, kwargs={"is_last": True}, name="kv-last", daemon=True)
+            last.start()
+            last.join(CLOSE_S)
         self.session.is_readable = self.session.is_writable = False
 
     def _open(self) -> None:
@@ -161,6 +163,7 @@ class DiskStore:
                     self._claims.withdraw()
                 else:
                     self._claims.publish()
+            if self.session.is_writable or (is_last and self.session.key):  # why an open store was switched off, too
                 publish_history(self.session)
         except OSError as error:
             self.session.switch_off("write", error)

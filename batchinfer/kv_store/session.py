@@ -84,6 +84,7 @@ class StoreSession:
     is_readable: bool = True
     is_writable: bool = True
     problems: list[str] = field(default_factory=list)  # sentences for the user, not reported yet
+    switched_off: str | None = None  # the latest of them on why the store, or writing, is off
     own_files: set[str] = field(default_factory=set)  # files read whose blocks this run has computed
 
     def switch_off(self, what: str, error: Exception) -> None:
@@ -96,10 +97,11 @@ class StoreSession:
             where = error.filename if isinstance(error, OSError) and error.filename else self.store.root
             remedy = _REMEDIES.get(getattr(error, "errno", None) or 0, "check the disk or choose another kv.dir")
             goes_on = "what it holds is still read" if self.is_readable else "the job goes on without it"
-            self.problems.append(
+            self.switched_off = (
                 f"the KV store {self.store.root} is switched off{' for writing' * self.is_readable}: cannot {what} "
                 f"{where}: {reason}; {goes_on}; {remedy}"
             )
+            self.problems.append(self.switched_off)
 
 
 def publish_history(session: StoreSession) -> None:
@@ -117,6 +119,7 @@ def publish_history(session: StoreSession) -> None:
         "last_s": time.time(),
         "hit_tokens": counts["hit_blocks"] * identity.tokens_per_block,
         "written_tokens": counts["written_blocks"] * identity.tokens_per_block,
+        "switched_off": session.switched_off,
         **counts,
     }
     publish_private(store, store.history / f"{session.name}.json", document)

@@ -94,6 +94,7 @@ def describe_store(store: StoreDir) -> dict[str, Any]:
         **totals,
         "quarantined_files": len(damaged),
         "quarantined_bytes": sum(file.num_bytes for file in damaged),
+        "problem": _problem_of_key(store),
         "models": list(models.values()),
         "sessions": sessions,
     }
@@ -190,6 +191,8 @@ def format_description(found: dict[str, Any]) -> str:
         f"KV store {found['folder']}",
         f"  {found['blocks']:,} blocks in {found['files']:,} files, {_size(found['bytes'])}",
     ]
+    if found["problem"] is not None:
+        lines.append(f"  no run can use them: {found['problem']}")
     if found["quarantined_files"]:
         lines.append(f"  quarantine: {found['quarantined_files']} files, {_size(found['quarantined_bytes'])}")
     for model in found["models"]:
@@ -208,6 +211,7 @@ def format_description(found: dict[str, Any]) -> str:
         f"    {_when(session['started_s'])}  {session['model']}: {session['hit_tokens']:,} tokens read, "
         f"{session['written_tokens']:,} written, {session['dropped_blocks']:,} blocks dropped, "
         f"{session['damaged_files']:,} files damaged"
+        + (f"; {session['switched_off']}" if session.get("switched_off") else "")
         for session in found["sessions"][-10:]
     ]
     return "\n".join(lines)
@@ -218,6 +222,15 @@ def _key_of(store: StoreDir) -> bytes:
         return read_key(store)
     except OSError as error:
         raise ConfigError(f"cannot read {store.key}: {error.strerror}; run this as the user who owns it") from None
+
+
+def _problem_of_key(store: StoreDir) -> str | None:
+    """Return why no run can use the store's blocks; None if one can."""
+    try:
+        _key_of(store)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _holds(path: str, text: str, key: bytes) -> bool:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from batchinfer.data.parquet import own_file, sealed_table
 from batchinfer.equal_rows import EqualRows
 from batchinfer.launch.local_ranks import LocalRanks
-from batchinfer.launch.nodes import NodeShare, find_meeting_point
+from batchinfer.launch.nodes import NodeShare, find_meeting_point, told_end
 from batchinfer.progress import note
 from batchinfer.records import InterruptedRunError
 from batchinfer.run.session import Session
@@ -31,6 +31,7 @@ def serve_node(
 
     Raises:
         InterruptedRunError: a signal came, or the controller is gone.
+        GroupEndedError: the controller ended with an error.
     """
     stop.graceful = True
     point = find_meeting_point(storage, node, stop, are_all_done)
@@ -47,6 +48,8 @@ def serve_node(
         _copy_session_stats(storage, session, point.session)
     if stop.requested:
         raise InterruptedRunError("stopped; the group's controller has committed what was finished")
+    if (error := told_end(storage, point.session)) is not None:
+        raise error
 
 
 def _keep_running(ranks: LocalRanks, storage: Storage, node: NodeShare, stop: StopSignal) -> None:

@@ -9,13 +9,14 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
 from batchinfer.checked_json import parse_json, publish_json
 from batchinfer.progress import note
-from batchinfer.records import ConfigError
+from batchinfer.records import BatchinferError, ConfigError, ExitCode, GroupEndedError
 from batchinfer.run.store.interface import Storage
 from batchinfer.stop_signals import StopSignal
 
@@ -147,6 +148,28 @@ def announce(storage: Storage, node: NodeShare, point: MeetingPoint) -> Path:
     publish_json(path, asdict(point), mode=0o600)  # no other user may read the credentials
     storage.put(path)
     return path
+
+
+def tell_end(storage: Storage, session: str, error: Exception) -> None:
+    """Publish the error that ends the controller, for the other processes of the group, whose ranks end without one.
+
+    Args:
+        session: of the controller.
+    """
+    reason, code = f"{type(error).__name__}; its own log says where", ExitCode.INTERNAL
+    if isinstance(error, BatchinferError):
+        reason, code = str(error), error.exit_code
+    path = storage.run.meeting(session)
+    with suppress(BatchinferError, OSError):  # the error itself may be one of the disk
+        publish_json(path, {"reason": reason, "exit_code": code})
+        storage.put(path)
+
+
+def told_end(storage: Storage, session: str) -> GroupEndedError | None:
+    """Return the error with which a group's controller has ended, None if there is none."""
+    path = storage.run.meeting(session)
+    said = storage.get(path)
+    return None if said is None else GroupEndedError(**parse_json(said, path, "reason", "exit_code"))
 
 
 def find_meeting_point(

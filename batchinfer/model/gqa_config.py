@@ -222,33 +222,21 @@ def _read_windows(
     reader: ConfigReader, grouped: Grouped, num_layers: int, max_positions: int
 ) -> tuple[int | None, ...]:
     """Return the window of each layer by `layer_types`, else by the family's rule; None for full attention."""
-    kinds = reader.texts("layer_types")
+    kinds, rule = reader.texts("layer_types"), grouped.windows
     reader.expect("attn_type_list", [1] * num_layers, supported="1 for every layer, full attention")
-    if grouped.windows == "off":
-        reader.expect("use_sliding_window", False, supported="false for this model_type")
-        reader.pass_over("sliding_window", "max_window_layers")
-    if grouped.windows == "every":
-        window = reader.size("sliding_window", default=grouped.window, null=0)
-        kind = _WINDOW if window else _FULL
-        reader.expect("layer_types", [kind] * num_layers, supported=f'"{kind}" for every layer')
-        return (window if 0 < window < max_positions else None,) * num_layers
-    if grouped.windows in ("none", "off") or (grouped.windows == "optional" and not _uses_windows(reader)):
-        reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
-        return (None,) * num_layers
-    null = 0 if grouped.windows in ("pattern", "hybrid") else None
-    window = reader.size("sliding_window", default=grouped.window or None, null=null)
-    if grouped.windows in ("pattern", "hybrid"):
+    window = _read_window(reader, grouped)
+    if rule in ("pattern", "hybrid"):
         reader.pass_over("_sliding_window_pattern")  # a note of transformers
         if kinds or not window:
             reader.pass_over("sliding_window_pattern")  # layer_types says the same
         else:
             full = reader.size("sliding_window_pattern", default=grouped.full_every)
             kinds = [_WINDOW if (layer + 1) % full else _FULL for layer in range(num_layers)]
-    if not window:  # by the pattern some layers would have one
-        supported, needed = f'"{_FULL}" for every layer', grouped.windows == "pattern"
-        reader.expect("layer_types", [_FULL] * num_layers, supported=supported, needed=needed)
-        return (None,) * num_layers
-    if not kinds and grouped.windows == "optional":
+    if not window or rule == "every":
+        kind, needed = _WINDOW if window else _FULL, rule == "pattern"  # by a pattern some layers would have a window
+        reader.expect("layer_types", [kind] * num_layers, supported=f'"{kind}" for every layer', needed=needed)
+        return (window if 0 < window < max_positions else None,) * num_layers
+    if not kinds and rule == "optional":
         first = reader.size("max_window_layers", minimum=0)
         kinds = [_WINDOW if layer >= first else _FULL for layer in range(num_layers)]
     reader.pass_over("max_window_layers")  # layer_types says the same
@@ -258,9 +246,14 @@ def _read_windows(
     return tuple(window if kind == _WINDOW else None for kind in kinds)
 
 
-def _uses_windows(reader: ConfigReader) -> bool:
-    """Return whether a family whose windows are optional has them switched on."""
-    if reader.flag("use_sliding_window", default=False):
-        return True
-    reader.pass_over("sliding_window", "max_window_layers")
-    return False
+def _read_window(reader: ConfigReader, grouped: Grouped) -> int:
+    """Return the window of the layers that have one; 0: no layer has."""
+    rule = grouped.windows
+    if rule == "off":
+        reader.expect("use_sliding_window", False, supported="false for this model_type")
+    if rule == "off" or (rule == "optional" and not reader.flag("use_sliding_window", default=False)):
+        reader.pass_over("sliding_window", "max_window_layers")
+        return 0
+    if rule in ("optional", "alternate"):
+        return reader.size("sliding_window")
+    return 0 if rule == "none" else reader.size("sliding_window", default=grouped.window, null=0)

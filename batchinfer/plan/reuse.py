@@ -46,7 +46,7 @@ from batchinfer.rundir import RunDir, read_state
 
 # parts of the fingerprint on which every answer depends; answer digests have what depends on the row
 _SAME = ("model.config", "model.weights", "tokenizer and template", "model.dtype", "output.reasoning")
-_VERSION = "version of batchinfer"
+_CODE = ("version of batchinfer", "model code")
 _SAME_COLUMN = "continue_final_message"
 _KEY = ("shard", "row", "sample")
 _KEY_BYTES = 8 * len(_KEY)
@@ -153,8 +153,8 @@ class EarlierAnswers:
         return Reused(has_answer, record)
 
     def _check_same(self, recorded: Fingerprint, fingerprint: Fingerprint) -> None:
-        """Refuse a run whose answers another model, dtype, setting or version gave."""
-        for name in (*_SAME, _VERSION):
+        """Refuse a run whose answers another model, dtype, setting, version or model code gave."""
+        for name in (*_SAME, *_CODE):
             if recorded.get(name) != fingerprint[name]:
                 raise self._refusal(difference(name, recorded.get(name), fingerprint[name]))
         old, new = (columns.get(_SAME_COLUMN) for columns in (recorded["input columns"], fingerprint["input columns"]))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from batchinfer import __version__
 from batchinfer.config import JobConfig
 from batchinfer.config.model_folder import config_file
+from batchinfer.model_code import model_code
 from batchinfer.records import ModelError, RunMismatchError, Shard
 
 if TYPE_CHECKING:
@@ -40,12 +41,13 @@ def job_fingerprint(job: JobConfig, shards: list[Shard], tokenizer_digest: str) 
 
 
 def model_fingerprint(job: JobConfig, tokenizer_digest: str) -> Fingerprint:
-    """Return the part of the fingerprint that depends on the model folder."""
+    """Return the part of the fingerprint that depends on the model folder and on the code that computes the model."""
     folder = Path(job.model.path)
     return {
         "model.config": config_digest(folder),
         "model.weights": weights_digest(folder),
         "tokenizer and template": tokenizer_digest,
+        "model code": model_code(),
     }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.report.price import margin
 from batchinfer.report.price.price_list import PriceList, read_prices
@@ -70,7 +71,7 @@ def suggestion(spec: Spec) -> dict[str, Any]:
     if spec.day is not None:
         day = _whole_day(job, spec.day)
         held = day["gpu_hours"] / day["requests"] * MILLION
-    sizes = job.prefill, spec.prefill.tokens_per_gpu, job.decode, job.requests_per_gpu
+    sizes = job.prefill, spec.prefill.tokens_per_gpu, job.decode, job.decode_rated.batch
     found = changes(job.rater, *sizes, held_gpu_hours=held)
     return {
         "gpu": job.gpu.name,
@@ -175,6 +176,11 @@ def _resolve(spec: Spec) -> _Job:
             "request needs; use a larger ep_size or a GPU with more memory"
         )
     requests = spec.decode.requests_per_gpu or min(fitting, LARGEST_BATCH)
+    if requests > fitting:
+        note(
+            f"warning: decode.requests_per_gpu is {requests:,}, but the KV memory of a GPU holds {fitting:,} requests "
+            f"of this workload: figures of full units are for {fitting:,}"
+        )
     prefill_rated = rater.better("prefill", prefill, spec.prefill.tokens_per_gpu)
     decode_rated = rater.better("decode", decode, min(requests, fitting))
     prefill = rater.with_skew(replace(prefill, overlap=prefill_rated.overlap), spec.prefill.tokens_per_gpu)

@@ -58,8 +58,6 @@ class WorkloadSpec(Part):
         described = [name for name in WorkloadSpec.model_fields if name in self.model_fields_set - OF_ANY_REQUESTS]
         if self.plan is not None and described:
             raise ValueError(f"plan and {described[0]} are both given; keep one of them")
-        if "peak_over_mean" in described and self.arrival != "day":
-            raise ValueError('peak_over_mean is given without arrival = "day"; add that, or leave peak_over_mean out')
         if self.hit_depth is not None and self.hit_depth < self.hit_share:
             raise ValueError(f"hit_depth is {self.hit_depth}, below hit_share {self.hit_share}; give at least that")
         return self
@@ -132,8 +130,15 @@ class Spec(Part):
     def _day_has_nodes(self) -> Spec:
         if self.day is not None and (self.cluster.nodes is None or self.cluster.finish_hours is not None):
             raise ValueError("day needs cluster.nodes, and no cluster.finish_hours: say how many nodes there are")
-        if self.day is not None and "arrival" in self.workload.model_fields_set:
-            raise ValueError("day.load_by_hour says when the work arrives; leave workload.arrival out")
+        return self
+
+    @model_validator(mode="after")
+    def _arrives_once(self) -> Spec:
+        given = [f"workload.{name}" for name in ("arrival", "peak_over_mean") if name in self.workload.model_fields_set]
+        if self.day is not None and given:
+            raise ValueError(f"day.load_by_hour says when the work arrives; leave {' and '.join(given)} out")
+        if "workload.peak_over_mean" in given and self.workload.arrival != "day":
+            raise ValueError(f'{given[-1]} is given without arrival = "day"; add that, or leave peak_over_mean out')
         return self
 
 

@@ -57,7 +57,7 @@ class StreamedSpec(Part):
 
     @model_validator(mode="after")
     def _all_at_once(self) -> StreamedSpec:
-        for name in ("arrival", "expert_spread"):
+        for name in ("arrival", "peak_over_mean", "expert_spread"):
             if name in self.workload.model_fields_set:
                 raise ValueError(f"workload.{name} does not count where weights are streamed; leave it out")
         return self

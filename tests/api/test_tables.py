@@ -319,18 +319,22 @@ def test_kept_columns_of_any_layout_come_back(model):
     assert found["list view"].to_pylist() == LISTS
 
 
+@pytest.mark.parametrize("more", ["", ".\nTry again later\nor ask the operator."])
 @pytest.mark.parametrize("num_batches", [0, 1])
-@pytest.mark.parametrize("fault", [RuntimeError, ValueError, KeyError])
-def test_an_error_of_a_callers_own_reader_is_told_as_it_is(tmp_path, fault, num_batches):
+@pytest.mark.parametrize("fault", [RuntimeError, ValueError, KeyError, OSError])
+def test_an_error_of_a_callers_own_reader_is_told_by_its_first_line(tmp_path, fault, num_batches, more):
     schema = pa.schema([("prompt", pa.string())])
 
     def batches():
         yield from [pa.record_batch([["a"]], schema=schema)] * num_batches
-        raise fault("connection lost")
+        raise fault(f"connection lost{more}")
 
     def write():
         reader, _ = prompts.reader_of(pa.RecordBatchReader.from_batches(schema, batches()), {}, set())
         prompts.write_shard(reader, tmp_path / "input" / "prompts.parquet", tmp_path / "run.json", None)
 
-    with pytest.raises(batchinfer.InputError, match=r"^data cannot be read: .{0,20}connection lost'?$"):
+    match = (
+        r"^data cannot be read: .{0,20}connection lost('|'?\.\\nTry.*)?$"  # a KeyError shows its text as Python does
+    )
+    with pytest.raises(batchinfer.InputError, match=match):
         write()

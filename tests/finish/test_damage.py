@@ -224,3 +224,30 @@ def test_verify_names_results_of_a_unit_whose_folder_is_gone(computed):
     assert ended.code == 3
     assert [line.partition(":")[0] for line in ended.out.splitlines()[:-1]] == gone
     assert expect_equal_or_named(run, computed[1], repair=True) == "named"
+
+
+@pytest.mark.parametrize("then", ["nothing", "another run"])
+@pytest.mark.parametrize("during", ["counted_units", "join_results", "write_unit_stats"])
+def test_a_run_folder_that_is_deleted_or_replaced_meanwhile_gets_no_outputs(
+    computed, tmp_path, monkeypatch, during, then
+):
+    run = RunDir(shutil.copytree(computed[0], tmp_path / "run"))
+    state = {"id": "second", "state": "planned", "shards": []}
+    real = getattr(finish, during)
+
+    def deletes(*arguments, **options):
+        found = real(*arguments, **options)
+        shutil.rmtree(run.root)
+        if then == "another run":
+            run.root.mkdir()
+            publish_json(run.run_json, state)
+        return found
+
+    monkeypatch.setattr(finish, during, deletes)
+    ended = batchinfer("finish", run.root)
+    assert ended.code == 2
+    (line,) = [line for line in ended.err.splitlines() if "error: " in line]
+    assert "was deleted, moved or replaced while this command worked in it" in line
+    assert not [path for path in run.root.rglob("*") if path.is_file() and path not in (run.run_json, run.lock)]
+    if then == "another run":
+        assert read_state(run)["id"] == "second"

@@ -1,12 +1,16 @@
 """`batchinfer kv`: what it prints, how it ends, and that a wrong argument gets one sentence."""
 
+import errno
 import json
+import os
 import re
+import shutil
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
+from batchinfer.kv_store import file_reader
 from batchinfer.kv_store.block_file import HEADER_BYTES, FileName
 from batchinfer.kv_store.upkeep import parse_bytes
 from batchinfer.records import ConfigError
@@ -17,6 +21,7 @@ from support.kv_stores import (
     IDENTITY,
     block_files,
     chain_of,
+    damage,
     open_store,
     read_intact,
     total_bytes,
@@ -70,6 +75,39 @@ def test_stat_tells_what_is_there_by_model_and_what_runs_did(folder):
     assert "5 blocks in 3 files" in text
     assert "tiny  bfloat16, cpu, blocks of 64 tokens: 4 blocks" in text
     assert "2 sessions read 128 tokens" in text
+
+
+def test_stat_tells_why_a_store_was_switched_off(folder, monkeypatch):
+    def fails(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with closing(open_store(folder)) as store, monkeypatch.context() as patch:
+        patch.setattr(file_reader, "read_blocks", fails)
+        assert read_intact(store, chain_of(*"ab")) == 0
+        told = store.take_problem()
+    assert "is switched off: cannot read" in told
+    assert [session["switched_off"] for session in document("stat", folder)["sessions"]] == [None, None, told]
+    assert f"0 files damaged; {told}" in batchinfer("kv", "stat", folder).out
+    assert document("stat", folder)["problem"] is None
+
+
+def test_stat_counts_a_damaged_file_that_could_not_be_moved(folder):
+    with closing(open_store(folder)) as store:
+        shutil.rmtree(folder / "quarantine")
+        (folder / "quarantine").touch()
+        for path in block_files(folder):
+            damage(path, 0)
+        assert read_intact(store, chain_of(*"ab")) == 0
+        told = store.take_problem()
+    assert "is switched off for writing" in told
+    assert f"1 files damaged; {told}" in batchinfer("kv", "stat", folder).out
+
+
+def test_stat_tells_that_the_key_is_damaged(folder):
+    damage(folder / "key", 0, 7)
+    problem = document("stat", folder)["problem"]
+    assert "has a damaged key; delete the folder" in problem
+    assert f"no run can use them: {problem}" in batchinfer("kv", "stat", folder).out
 
 
 def test_stat_of_a_store_whose_labels_are_gone(folder):

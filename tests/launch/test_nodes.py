@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import batchinfer as batchinfer_package
 from batchinfer.launch import nodes
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_connections import RankConnections
@@ -73,7 +75,9 @@ def test_groups_of_torchrun_that_name_no_rendezvous_do_not_share_a_meeting(monke
     assert run.meeting(this_node(2).name).parent == run.work
 
 
-def start_nodes(run, num_nodes, *, other_hosts=False, own_processes=False, options=lambda index: ()):
+def start_nodes(
+    run, num_nodes, *, other_hosts=False, own_processes=False, options=lambda index: (), variables=lambda index: {}
+):
     """Start the same command once per node, with the node's number, as srun does."""
     processes = []
     for index in range(num_nodes):
@@ -84,7 +88,7 @@ def start_nodes(run, num_nodes, *, other_hosts=False, own_processes=False, optio
             command = ["unshare", "--uts", "sh", "-c", rename, "sh", *command]
         if own_processes:
             command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command]
-        environment = {**os.environ, **slurm, "SLURM_PROCID": str(index)}
+        environment = {**os.environ, **slurm, "SLURM_PROCID": str(index), **variables(index)}
         processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     return processes
 
@@ -153,6 +157,21 @@ def test_a_rank_of_the_other_node_dies(reference):
     assert "starting this node's ranks again" in err
     assert batchinfer("finish", run).code == 0
     assert output_bytes(run) == reference[1]
+
+
+def test_all_processes_of_a_group_that_is_refused_say_why(reference, tmp_path):
+    run = planned(reference, "refused", {"prefill_ranks": 2})
+    package = shutil.copytree(Path(batchinfer_package.__file__).parent, tmp_path / "batchinfer")
+    messages = package / "protocol" / "messages.py"
+    messages.write_text(messages.read_text().replace("(messages ", "(other messages "))
+    own = os.environ.get("PYTHONPATH", "")
+    processes = start_nodes(run, 2, variables=lambda index: {"PYTHONPATH": f"{tmp_path}:{own}" if index else own})
+    texts = [process.communicate(timeout=180)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], texts
+    for text, begin in zip(texts, ("error: rank", "error: the first process of this group ended: rank"), strict=True):
+        (line,) = [line for line in text.splitlines() if "error: " in line]
+        assert line.startswith(begin)
+        assert "install the same batchinfer and msgspec for both" in line
 
 
 def torchrun(job, *options):

@@ -324,6 +324,7 @@ def edited(run: Path, **fingerprint) -> Path:
     [
         (lambda run: edited(run, **{"model.weights": "0"}), 'model.weights was "0" and is now'),
         (lambda run: edited(run, **{"version of batchinfer": "0.1"}), "version of batchinfer was 0.1 and is now"),
+        (lambda run: edited(run, **{"model code": "0"}), "model code was 0 and is now"),
         (lambda run: (run / "run.json").unlink(), "is not a run folder of batchinfer"),
         (lambda run: flip_bit(run / "plan" / "requests.parquet", random.Random(0)), "is damaged"),
         (lambda run: run.chmod(0o777), "can be written by every user"),

@@ -36,6 +36,19 @@ def test_a_changed_job_is_planned_anew_while_nothing_was_computed(planned, tmp_p
     assert all(len(row["token_ids"]) <= 3 for row in rows)
 
 
+def test_other_model_code_does_not_go_on_with_a_plan(planned, tmp_path):
+    state = read_json(tmp_path / "run" / "run.json")
+    now = state["fingerprint"].pop("model code")
+    for before, told in (({}, "null"), ({"model code": "0a1b"}, "0a1b")):
+        publish_json(tmp_path / "run" / "run.json", {**state, "fingerprint": {**state["fingerprint"], **before}})
+        ended = batchinfer("work", tmp_path / "run")
+        assert ended.code == 2
+        assert f"belongs to another job: model code was {told} and is now {now}; choose" in ended.err
+    ended = batchinfer("run", planned)
+    assert ended.code == 0, ended.err
+    assert "held the plan of another job without results; the folder is planned again" in ended.err
+
+
 def test_a_plan_that_was_killed_in_between_is_made_by_whoever_comes(planned, tmp_path, monkeypatch):
     from batchinfer.plan import planner
 

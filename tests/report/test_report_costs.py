@@ -302,6 +302,10 @@ def test_a_bad_place_to_write_is_one_sentence(tmp_path, option):
         (["--together", "--compare"], ["--together", "--compare"]),
         (["--json", "--parquet", "x"], ["--json", "--parquet"]),
         (["--compare"], ["two runs", "1"]),
+        (
+            ["second", "third", "--compare", "--html", "x"],
+            ["compares two runs, but got 3; name two, or leave --html out"],
+        ),
     ],
 )
 def test_reports_that_exclude_each_other_are_a_usage_error(tmp_path, options, words):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +10,7 @@ import pytest
 
 import batchinfer
 from batchinfer.checked_json import publish_json
+from batchinfer.commands.so_far import damaged_files
 from batchinfer.report.unfinished import NOT_KNOWN_YET
 from batchinfer.rundir import RunDir, read_state
 from support.faults import MIXED, SLOW, plan_units, wait_until
@@ -124,6 +126,18 @@ def test_results_that_are_not_those_that_were_written_are_left_out_with_a_warnin
     assert found["rows"] == before["rows"] - len(table)
     assert found["output_tokens"] == before["output_tokens"] - sum(table["completion_tokens"].to_pylist())
     assert found["unfinished"]["tokens_done"] < before["unfinished"]["tokens_done"]
+
+
+@pytest.mark.parametrize(
+    ("num_files", "told"),
+    [
+        (1, "0 is damaged (cut off); it is left out"),
+        (3, "3 files are damaged: 0 (cut off), 1 (cut off), 2 (cut off); they are left out"),
+        (1004, "1,004 files are damaged: 0 (cut off), 1 (cut off), 2 (cut off) and 1,001 more; they are left out"),
+    ],
+)
+def test_damaged_files_are_one_sentence(num_files, told):
+    assert damaged_files({Path(str(number)): "cut off" for number in range(num_files)}) == told
 
 
 def test_every_form_says_that_a_run_is_unfinished(killed, tmp_path):

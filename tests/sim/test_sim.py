@@ -400,6 +400,26 @@ def test_simulate_as_a_table_and_as_json(tmp_path):
     assert figures["cheapest"]["gpu_hours"] <= figures["cheapest"]["gpu_hours_as_specified"] * 1.001
 
 
+def test_requests_that_do_not_fit_are_told(tmp_path):
+    def ended(requests, *options):
+        path = tmp_path / "spec.toml"
+        path.write_text(f"{SPEC}[decode]\nrequests_per_gpu = {requests}\n")
+        ended = batchinfer("simulate", path, "--json", *options)
+        return json.loads(ended.out), ended.err
+
+    figures, err = ended(5000)
+    fitting = figures["decode"]["requests_per_gpu"]
+    assert 0 < fitting < 5000
+    (line,) = err.splitlines()
+    assert line.endswith(
+        f"warning: decode.requests_per_gpu is 5,000, but the KV memory of a GPU holds {fitting:,} requests of this "
+        f"workload: figures of full units are for {fitting:,}"
+    )
+    given, err = ended(fitting, "--suggest")
+    assert err == ""
+    assert ended(5000, "--suggest")[0]["changes"] == given["changes"]
+
+
 def test_a_planned_job_is_simulated(tmp_path):
     write_questions(tmp_path / "prompts")
     job = write_job(tmp_path)
@@ -461,6 +481,11 @@ def test_the_tokens_of_a_planned_job_are_those_that_its_report_will_count(tmp_pa
         ("requests = 3000", "requests = 3000\nhit_share = 0.5\nhit_depth = 0.4", ["hit_depth is 0.4", "hit_share 0.5"]),
         ("requests = 3000", "requests = 3000\nhit_depth = 0.0", ["hit_depth is 0.0", "greater than 0"]),
         ("requests = 3000", "requests = 3000\npeak_over_mean = 1.5", ["peak_over_mean", 'arrival = "day"']),
+        (
+            REQUESTS,
+            f"{REQUESTS}\npeak_over_mean = 1.5\n[day]\ninput_tokens = 1e9\nload_by_hour = {[1] * 24}",
+            ["day.load_by_hour says when the work arrives; leave workload.peak_over_mean out"],
+        ),
         (REQUESTS, 'plan = "x"\narrival = "day"', ["workload.plan and arrival are both given"]),
         (REQUESTS, 'plan = "x"\nprompt_spread = 0.0', ["workload.plan and prompt_spread are both given"]),
         (

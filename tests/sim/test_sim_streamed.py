@@ -109,6 +109,7 @@ def test_the_command_prints_figures_as_a_table_and_as_json(tmp_path):
         ("disk_bytes_per_s = 6.3e9", "", "stream.disk_bytes_per_s"),
         ("[stream]", "[cluster]\nnodes = 2\n[stream]", "cluster"),
         ("requests = 10_000", 'requests = 10_000\narrival = "day"', "workload.arrival does not count"),
+        ("requests = 10_000", "requests = 10_000\npeak_over_mean = 1.5", "workload.peak_over_mean does not count"),
     ],
 )
 def test_a_spec_that_cannot_be_used_is_one_sentence(tmp_path, old, new, words):
