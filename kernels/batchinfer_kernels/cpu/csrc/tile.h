@@ -105,12 +105,14 @@ inline void with_step([[maybe_unused]] bool is_wide, Call call) {
   }
 }
 
-// What comes next, asked for at each of num_steps steps with N groups of columns where turns within a loop would take registers
-// from its sums. A thread waits where it asks for much at once.
+// What comes next, asked for at each of num_steps steps with N groups of columns, where turns within a loop would take registers
+// from its sums: a thread waits where it asks for much at once.
 template <int N>
 class FetchEach {
  public:
-  FetchEach(Ahead& ahead, int64_t num_steps, const void* there) : steps_(ahead.steps(num_steps, kTurnSteps, there)) {}
+  FetchEach(Ahead& ahead, int64_t num_steps, const void* there) {
+    if constexpr (!kTurnsWithin) steps_ = ahead.steps(num_steps, kTurnSteps, there);
+  }
 
   void operator()() {
     if constexpr (!kTurnsWithin) {
@@ -121,7 +123,7 @@ class FetchEach {
   }
 
  private:
-  Ahead::Steps steps_;
+  Ahead::Steps steps_ = {};
 };
 
 // Rows one after the other: each where it is, or all the same number of values apart, which takes one register.
