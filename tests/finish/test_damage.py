@@ -14,7 +14,7 @@ from batchinfer.finish import finish
 from batchinfer.plan import packing
 from batchinfer.records import DamagedFileError
 from batchinfer.run.units.claims import done_mark
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.rundir import RunDir, read_state, shards_of_state
 from support.damage import KINDS, damaged_copy, expect_equal_or_named, flip_bit, make_computed_run_with_outputs
 from support.faults import UNIT_TOKENS
 from support.jobs import batchinfer, output_bytes, write_job
@@ -168,8 +168,9 @@ def test_an_interrupted_plan_goes_on_with_its_token_files_unless_they_are_damage
     shutil.copytree(run, target)
     state = read_state(RunDir(target))
     sound, damaged = sorted((target / "tokens").glob("*.parquet"))
-    for path in (sound, damaged):
-        publish_json(path.with_suffix(".json"), state["files"][f"tokens/{path.name}"])
+    for path, shard in zip((sound, damaged), shards_of_state(state), strict=True):
+        checksums = state["files"][f"tokens/{path.name}"]
+        publish_json(path.with_suffix(".json"), {**checksums, "content": shard.content})
     publish_json(target / "run.json", {**state, "state": "planning"})
     flip_bit(damaged, random.Random(0))
     before = sound.stat().st_mtime_ns, damaged.stat().st_mtime_ns
