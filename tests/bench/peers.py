@@ -4,9 +4,9 @@ Random-weight models (bench_models.py), or the sample model with its job, in bfl
 asked), all cores. The peers are vLLM's CPU build (compiled; eager; with attention over latents; in int8, for whose
 experts it needs AMX or an AMD processor; in float32, the only default where the processor has no AVX-512, since torch
 multiplies bfloat16 at a hundredth of that rate there), transformers, llama.cpp (in bfloat16; in Q8_0, 8 bits) and
-OpenVINO GenAI (weights in 8 bits; it cannot convert DeepSeek's models). `make bench-peers`, `make bench-llama` and
-`make bench-openvino` install them. A peer loads once and then waits, so that batchinfer and it run every workload by
-turns and a drift of the machine meets both; with --fresh it is started anew for every turn, as OpenVINO always is,
+OpenVINO GenAI (weights in 8 bits; its converter refuses DeepSeek-V3's models). `make bench-peers`, `make bench-llama`
+and `make bench-openvino` install them. A peer loads once and then waits, so that batchinfer and it run every workload
+by turns and a drift of the machine meets both; with --fresh it is started anew for every turn, as OpenVINO always is,
 whose prefix cache would know the prompts.
 
 work     from the start of the first step to the end of the last, no loading: of batchinfer in a fresh process each
