@@ -66,7 +66,7 @@ class Screen:
 
 
 def can_screen(weight: Packed) -> bool:
-    """Return whether a weight can be screened, on a processor where products in 8 bits take half the time."""
+    """Return whether a weight can be screened, on a processor whose products in 8 bits are quicker."""
     return (
         weight.kind in (WeightKind.BFLOAT16, WeightKind.FLOAT32)
         and 0 < weight.depth <= MOST_DEPTH

@@ -4,6 +4,7 @@
 
 #include "tile.h"
 #include "tiled_rows.h"
+#include "words.h"
 
 namespace batchinfer {
 namespace {
@@ -24,6 +25,36 @@ struct BytePanel {
         scales(reinterpret_cast<const bf16*>(starts + num_blocks * kPanelColumns)) {}
 };
 
+// sums [R][64] of N groups of 16 columns += (or, unless it is the weight's first block, =) exact sums, times their scales.
+template <int R, int N>
+inline __attribute__((always_inline)) void add_block(const Ints (&exact)[R][N], const float* const* x_scales, int64_t block,
+                                                     const bf16* scales, float* out) {
+  Floats column_scales[N];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) column_scales[n] = low_values(load_bits(scales + block * kPanelColumns + 16 * n));
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const Floats x_scale = floats(x_scales[r][block]);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      float* const at = out + r * kPanelColumns + 16 * n;
+      store(at, multiply_add(as_floats(exact[r][n]), x_scale * column_scales[n], block ? load(at) : floats(0.0f)));
+    }
+  }
+}
+
+// What moving a block's values up by 128 added is taken off at the start.
+template <int R, int N>
+inline __attribute__((always_inline)) void start_block(const int32_t* starts, Ints (&exact)[R][N]) {
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+    const Ints start = load_ints(starts + 16 * n);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) exact[r][n] = start;
+  }
+}
+
+#ifndef BATCHINFER_PARTS_AS_WORDS
 // Blocks [first, end) of N groups of 16 columns from `first_chunk` on; `out` has them from there, too.
 template <int R, int N>
 __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* const* x_scales, const BytePanel& panel,
@@ -36,13 +67,7 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
   for (int r = 0; r < R; ++r) fours[r] = reinterpret_cast<const int32_t*>(x[r]);
   for (int64_t block = first; block < end; ++block) {
     Ints sums[R][N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      // what moving the values up by 128 added is taken off at the start
-      const Ints start = load_ints(starts + block * kPanelColumns + 16 * n);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sums[r][n] = start;
-    }
+    start_block<R, N>(starts + block * kPanelColumns, sums);
     FetchEach<N> fetch_next(ahead, kBlock / 4, values);
 #pragma GCC unroll 1
     for (int64_t step = 0; step < kBlock / 4; ++step, values += 4 * kPanelColumns) {
@@ -62,20 +87,44 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
         }
       }
     }
-    Floats column_scales[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) column_scales[n] = low_values(load_bits(scales + block * kPanelColumns + 16 * n));
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Floats x_scale = floats(x_scales[r][block]);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        float* const at = out + r * kPanelColumns + 16 * n;
-        store(at, multiply_add(as_floats(sums[r][n]), x_scale * column_scales[n], block ? load(at) : floats(0.0f)));
-      }
-    }
+    add_block<R, N>(sums, x_scales, block, scales, out);
   }
 }
+#else
+// One block of rows as words and of N groups of 16 columns.
+template <class Columns, int R, int N>
+__attribute__((noinline)) void word_tile(const int32_t* words, const float* const* x_scales, Columns columns,
+                                         const int32_t* starts, const bf16* scales, int64_t block, float* out, Ahead& ahead) {
+  Ints sums[R][N];
+  start_block<R, N>(starts, sums);
+  add_words<Columns, R, N>(sums, words, columns, kBlock / 4, ahead);
+  add_block<R, N>(sums, x_scales, block, scales, out);
+}
+
+inline void multiply_strip_in_words(const ByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,
+                                    const BytePanel& panel, int64_t chunks, float* sums, Pass pass) {
+  constexpr int64_t kBytes = kBlock * kPanelColumns;
+  const int64_t turns = num_turns(num_rows, kBlock / 4);
+  const float* scales[kStripRows];
+  const uint8_t* bytes[kStripRows];
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t from = (x.index ? x.index[first + row] : first + row) * x.num_blocks;
+    scales[row] = x.scales + from;
+    bytes[row] = x.data + from * kBlock;
+  }
+  for (int64_t block = 0; block < weight.num_blocks(); ++block) {
+    const int8_t* const values = panel.values + block * kBytes;
+    Ahead ahead = block + 1 == weight.num_blocks() ? pass.next_panel(kBytes, turns)
+                                                   : pass.next_part(values + kBytes, kBytes, turns);
+    for_word_tiles(num_rows, [&](int64_t row) { return bytes[row] + block * kBlock; }, values, kBlock / 4, chunks,
+                   [&](int64_t row, auto rows, const int32_t* words, auto columns, int64_t chunk, auto groups) {
+                     word_tile<decltype(columns), rows, groups>(
+                         words, scales + row, columns, panel.starts + block * kPanelColumns + 16 * chunk,
+                         panel.scales + 16 * chunk, block, sums + row * kPanelColumns + 16 * chunk, ahead);
+                   });
+  }
+}
+#endif
 
 // The same of groups [first, end) of a panel in 4 bits (pack.cpp).
 template <int R, int N>
@@ -210,6 +259,8 @@ void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, const We
   const int64_t num_blocks = x.num_blocks, width = num_blocks * kBlock;
   multiply_strip_in_tiles(TileRows::apart(x.data + first * width, width, num_rows), x.scales + first * num_blocks, parts,
                           chunks, num_blocks, sums, next_byte_panel(weight, num_rows, chunks, pass));
+#elif defined(BATCHINFER_PARTS_AS_WORDS)
+  multiply_strip_in_words(x, first, num_rows, weight, parts, chunks, sums, pass);
 #else
   for_parts(weight.num_blocks(), kPartBlocks, [&](int64_t block, int64_t num_blocks) {
     const int64_t end = block + num_blocks, num_bytes = num_blocks * kBlock * kPanelColumns;

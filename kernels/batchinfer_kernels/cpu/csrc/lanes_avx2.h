@@ -340,6 +340,7 @@ inline __attribute__((always_inline)) void add_product(Ints& sum, SignedFour row
 }
 #else
 constexpr int kFourParts = 2;
+#define BATCHINFER_PARTS_AS_WORDS  // a part is two words of 16 bits, which may be in memory as well
 inline __attribute__((always_inline)) __m256i column_part(__m256i fours, int part) {
   return _mm256_srai_epi16(part == 0 ? fours : _mm256_slli_epi16(fours, 8), 8);
 }
@@ -347,9 +348,28 @@ inline __attribute__((always_inline)) FourPart column_fours(const int8_t* at, in
   const Ints fours = load_ints(at);
   return {column_part(fours.low, part), column_part(fours.high, part)};
 }
+inline __attribute__((always_inline)) __m256i row_part(__m256i fours, int part) {
+  return part == 0 ? _mm256_srli_epi16(fours, 8) : _mm256_and_si256(fours, _mm256_set1_epi16(0xFF));
+}
 inline __attribute__((always_inline)) FourPart row_four(int32_t four, int part) {
-  const __m256i fours = _mm256_set1_epi32(four);
-  const __m256i values = part == 0 ? _mm256_srli_epi16(fours, 8) : _mm256_and_si256(fours, _mm256_set1_epi16(0xFF));
+  const __m256i values = row_part(_mm256_set1_epi32(four), part);
+  return {values, values};
+}
+// A part of four bytes of 16 columns, of 16 times four bytes of a row; one that stands in memory.
+inline Ints column_words(const int8_t* at, int part) {
+  const FourPart columns = column_fours(at, part);
+  return {columns.low, columns.high};
+}
+inline Ints row_words(const uint8_t* at, int part) {
+  const Ints fours = load_ints(at);
+  return {row_part(fours.low, part), row_part(fours.high, part)};
+}
+inline __attribute__((always_inline)) FourPart part_at(const int32_t* at) {
+  const Ints words = load_ints(at);
+  return {words.low, words.high};
+}
+inline __attribute__((always_inline)) FourPart part_of(int32_t words) {
+  const __m256i values = _mm256_set1_epi32(words);
   return {values, values};
 }
 inline __attribute__((always_inline)) void add_product(Ints& sum, FourPart row, FourPart columns) {

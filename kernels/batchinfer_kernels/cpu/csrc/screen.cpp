@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tile.h"
+#include "words.h"
 
 namespace batchinfer {
 namespace {
@@ -121,7 +122,25 @@ class ScreenedRows {
   std::vector<Row> rows_;
 };
 
-#ifndef BATCHINFER_TILES
+#ifdef BATCHINFER_PARTS_AS_WORDS
+// Exact sums of R rows as words with N groups of 16 columns, of which `out` has those of earlier steps.
+template <class Columns, int R, int N>
+__attribute__((noinline)) void screen_tile(const int32_t* words, Columns columns, const int32_t* starts, int64_t num_steps,
+                                           bool is_first, int32_t* out, Ahead& ahead) {
+  Ints sums[R][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sums[r][n] = load_ints(is_first ? starts + 16 * n : out + r * kPanelColumns + 16 * n);
+  }
+  add_words<Columns, R, N>(sums, words, columns, num_steps, ahead);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) store_ints(out + r * kPanelColumns + 16 * n, sums[r][n]);
+  }
+}
+#elif !defined(BATCHINFER_TILES)
 // Exact sums of R rows with N groups of 16 columns.
 template <int R, int N>
 __attribute__((noinline)) void screen_tile(const uint8_t* row, int64_t stride, const int8_t* values, const int32_t* starts,
@@ -173,6 +192,17 @@ void exact_sums(const ScreenedRows& x, int64_t first, int64_t num_rows, const in
                           std::memcpy(sums + (row + r) * kPanelColumns + 16 * tile, exact + r * kScratchColumns, 64 * number);
                         }
                       });
+#elif defined(BATCHINFER_PARTS_AS_WORDS)
+  for_parts(num_words, kWordSteps, [&](int64_t start, int64_t num_steps) {
+    const int64_t end = start + num_steps, turns = num_turns(num_rows, num_steps), part_bytes = num_steps * ColumnBytes::kStep;
+    const int8_t* const part = values + start * ColumnBytes::kStep;
+    Ahead ahead = end == num_words ? pass.next_panel(panel_bytes, turns) : pass.next_part(part + part_bytes, part_bytes, turns);
+    for_word_tiles(num_rows, [&](int64_t row) { return x.at(first + row) + 4 * start; }, part, num_steps, chunks,
+                   [&](int64_t row, auto rows, const int32_t* words, auto columns, int64_t chunk, auto groups) {
+                     screen_tile<decltype(columns), rows, groups>(words, columns, starts + 16 * chunk, num_steps, start == 0,
+                                                                  sums + row * kPanelColumns + 16 * chunk, ahead);
+                   });
+  });
 #else
   Ahead ahead = pass.next_panel(panel_bytes, num_turns(num_rows, num_words));
   for_tiles(0, num_rows, [&](int64_t row, int64_t rows) {
@@ -437,6 +467,12 @@ template std::vector<std::vector<Candidate>> candidates(const Rows<bf16>&, const
 template std::vector<std::vector<Candidate>> candidates(const Rows<float>&, const Weight&, const Screen&, const Wanted*,
                                                         const Allowed&, int64_t, bool*);
 
-bool screening_pays() { return kHasTiles || kFourParts == 1; }
+bool screening_pays() {
+#ifdef BATCHINFER_PARTS_AS_WORDS
+  return true;
+#else
+  return kHasTiles || kFourParts == 1;
+#endif
+}
 
 }  // namespace batchinfer

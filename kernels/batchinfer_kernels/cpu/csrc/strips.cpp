@@ -8,33 +8,52 @@
 namespace batchinfer {
 namespace {
 
-constexpr int64_t kWideValues = 128;  // of a row and of a panel's columns that are widened at a time
-constexpr int64_t kWidenPanel = 48;   // rows for which it is worth it to widen a panel in memory
+constexpr bool kGroupsApart = !kTurnsWithin;          // registers hold sums of few groups of columns
+constexpr int64_t kWideValues = kGroupsApart ? 64 : 128;  // of a row and of a panel's columns that are widened at a time
+constexpr int64_t kWidenPanel = 48;                   // rows for which it is worth it to widen a panel in memory
+
+// Rows that are float32 already, of at most kWideValues values, and columns that are, too: of each pair of values first the
+// second ones of all columns, then the first ones, or so for each group of 16 columns by itself.
+struct WidePanel {
+  static constexpr int kParts = 2;
+  using Row = float;
+  using Column = float;
+  static constexpr int64_t kValues = 2, kFirst = kGroupsApart ? 16 : kPanelColumns, kStep = 2 * kFirst;
+  static constexpr int64_t kLane = kGroupsApart ? 16 * kWideValues : 16;
+
+  static Floats columns(const float* at, int part) { return load(at + (part == 0 ? 0 : kFirst)); }
+  static Floats row(const float* at, int part) { return floats(at[part == 0 ? 1 : 0]); }
+};
+
+// Values of a panel from a step to the next one.
+template <class Step>
+constexpr int64_t kPanelStep = Step::kValues * kPanelColumns;
+template <>
+constexpr int64_t kPanelStep<WidePanel> = WidePanel::kStep;
 
 // out [R][64] of the first N groups of 16 columns; the others are left as they are.
-template <class Step, int R, int N>
-__attribute__((noinline)) void tile(const typename Step::Row* const* x, const typename Step::Column* panel,
-                                    int64_t num_steps, float* out, bool is_first, Ahead& ahead) {
+template <class Step, int R, int N, class RowsOf>
+__attribute__((noinline)) void tile(RowsOf x, const typename Step::Column* panel, int64_t num_steps, float* out,
+                                    bool is_first, Ahead& ahead) {
   Floats sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[r][n] = is_first ? floats(0.0f) : load(out + r * kPanelColumns + 16 * n);
   }
-  const typename Step::Row* rows[R];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) rows[r] = x[r];
-  constexpr int64_t kPanelStep = Step::kValues * kPanelColumns;
+  constexpr int64_t kStep = kPanelStep<Step>;
   if constexpr (kTurnsWithin) {
-    for (int64_t step = 0; step < num_steps; step += kTurnSteps, panel += kTurnSteps * kPanelStep) {
+    const typename Step::Row* rows[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) rows[r] = x.next();
+    for (int64_t step = 0; step < num_steps; step += kTurnSteps, panel += kTurnSteps * kStep) {
       ahead.turn();
-      add_products<Step, R, N>(sums, RowList{rows}, Step::kValues, panel, kPanelStep, std::min(kTurnSteps, num_steps - step));
+      add_products<Step, R, N>(sums, RowList{rows}, Step::kValues, panel, kStep, std::min(kTurnSteps, num_steps - step));
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) rows[r] += kTurnSteps * Step::kValues;
     }
   } else {
-    add_products<Step, R, N>(sums, RowList{rows}, Step::kValues, panel, kPanelStep, num_steps,
-                             FetchEach<N>(ahead, num_steps, panel));
+    add_products<Step, R, N>(sums, x, Step::kValues, panel, kStep, num_steps, FetchEach<N>(ahead, num_steps, panel));
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -43,11 +62,10 @@ __attribute__((noinline)) void tile(const typename Step::Row* const* x, const ty
   }
 }
 
-}  // namespace
-
-template <class Step>
-void multiply_tile(const typename Step::Row* const* rows, int64_t num_rows, const typename Step::Column* panel,
-                   int64_t num_steps, int64_t chunks, float* sums, bool is_first, Ahead& ahead) {
+// sums [num_rows, 64] as multiply_tile has them; rows in any of the ways of tile.h.
+template <class Step, class RowsOf>
+inline void multiply_tile_of(RowsOf rows, int64_t num_rows, const typename Step::Column* panel, int64_t num_steps,
+                             int64_t chunks, float* sums, bool is_first, Ahead& ahead) {
   with_rows(num_rows, [&](auto count) {
     for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
       tile<Step, count, groups>(rows, panel + Step::kLane * chunk, num_steps, sums + 16 * chunk, is_first, ahead);
@@ -55,16 +73,24 @@ void multiply_tile(const typename Step::Row* const* rows, int64_t num_rows, cons
   });
 }
 
+}  // namespace
+
+template <class Step>
+void multiply_tile(const typename Step::Row* const* rows, int64_t num_rows, const typename Step::Column* panel,
+                   int64_t num_steps, int64_t chunks, float* sums, bool is_first, Ahead& ahead) {
+  multiply_tile_of<Step>(RowList{rows}, num_rows, panel, num_steps, chunks, sums, is_first, ahead);
+}
+
 namespace {
 
 // sums [num_rows, 64] = (or, unless it is the first part of a sum, +=) products of rows over num_steps steps with the first
-// `chunks` groups of a panel's columns; at(row, place) is where a row begins, the place-th of those that go together.
+// `chunks` groups of a panel's columns; at(row) is where a row begins.
 template <class Step, class RowAt>
 inline void multiply_rows(RowAt at, int64_t num_rows, const typename Step::Column* panel, int64_t num_steps,
                           int64_t chunks, float* sums, bool is_first, Ahead ahead) {
   for_tiles(0, num_rows, [&](int64_t row, int64_t rows) {
     const typename Step::Row* rows_at[kTileRows];
-    for (int64_t r = 0; r < rows; ++r) rows_at[r] = at(row + r, r);
+    for (int64_t r = 0; r < rows; ++r) rows_at[r] = at(row + r);
     multiply_tile<Step>(rows_at, rows, panel, num_steps, chunks, sums + row * kPanelColumns, is_first, ahead);
   });
 }
@@ -89,48 +115,60 @@ inline void multiply_strip_by(const Rows<Row>& x, int64_t first, int64_t num_row
   constexpr int64_t kMost = kStepBytes / (kPanelColumns * int64_t{sizeof(typename Step::Column)});
   for_parts(depth, kMost, [&](int64_t start, int64_t num_values) {
     const int64_t num_steps = (num_values + Step::kValues - 1) / Step::kValues;
-    const auto at = [&](int64_t row, int64_t) { return x.at(first + row) + start; };
+    const auto at = [&](int64_t row) { return x.at(first + row) + start; };
     const typename Step::Column* const part = panel + start * kPanelColumns;
     multiply_rows<Step>(at, num_rows, part, num_steps, chunks, sums, start == 0,
                         next_part<Step>(part, num_rows, num_steps, start + num_values == depth, pass));
   });
 }
 
-// Of pairs of values of 64 columns, for each pair first the first ones.
+// Pairs of values of a panel's columns, as WidePanel takes them.
 inline void widen_panel(const bf16* panel, int64_t num_steps, int64_t chunks, float* out) {
-  for (int64_t step = 0; step < num_steps; ++step, panel += 2 * kPanelColumns, out += 2 * kPanelColumns) {
+  for (int64_t step = 0; step < num_steps; ++step, panel += 2 * kPanelColumns, out += WidePanel::kStep) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       const Ints pairs = load_ints(panel + 32 * chunk);
-      store(out + 16 * chunk, low_values(pairs));
-      store(out + kPanelColumns + 16 * chunk, high_values(pairs));
+      store(out + WidePanel::kLane * chunk, high_values(pairs));
+      store(out + WidePanel::kLane * chunk + WidePanel::kFirst, low_values(pairs));
     }
   }
+}
+
+// The same as multiply_rows, of rows from x + stride * row on that are widened first, a tile at a time.
+template <class Step>
+inline void multiply_rows_widened(const Rows<bf16>& x, int64_t first, int64_t start, int64_t num_rows,
+                                  const typename Step::Column* panel, int64_t num_steps, int64_t chunks, float* sums,
+                                  bool is_first, Ahead ahead) {
+  alignas(64) float wide[kTileRows * kWideValues];
+  for_tiles(0, num_rows, [&](int64_t row, int64_t rows) {
+    for (int64_t r = 0; r < rows; ++r) widen(x.at(first + row + r) + start, 2 * num_steps, wide + r * kWideValues);
+    for (int64_t r = row + rows; r < std::min(row + rows + kTileRows, num_rows); ++r) {
+      const bf16* const next = x.at(first + r) + start;
+      for (int64_t value = 0; value < 2 * num_steps; value += 32) fetch_near(next + value);
+    }
+    multiply_tile_of<Step>(RowsBeside<float, kWideValues>{wide}, rows, panel, num_steps, chunks, sums + row * kPanelColumns,
+                           is_first, ahead);
+  });
 }
 
 // The same bits as by the instruction for pairs, in float32: the rows of a tile are widened before they are multiplied, and
 // so is the panel where many rows pass it.
 inline void multiply_strip_widened(const Rows<bf16>& x, int64_t first, int64_t num_rows, int64_t depth,
                                    const bf16* panel, int64_t chunks, float* sums, Pass pass) {
-  alignas(64) float rows[kTileRows * kWideValues], columns[kWideValues * kPanelColumns];
+  alignas(64) float columns[kWideValues * kPanelColumns];
   for_parts(depth, kWideValues, [&](int64_t start, int64_t num_values) {
     const int64_t num_steps = (num_values + 1) / 2;
-    const auto at = [&](int64_t row, int64_t place) {
-      float* const out = rows + place * kWideValues;
-      widen(x.at(first + row) + start, 2 * num_steps, out);
-      return out;
-    };
     const bf16* const part = panel + start * kPanelColumns;
     const Ahead ahead = next_part<WidePair<1>>(part, num_rows, num_steps, start + num_values == depth, pass);
     if (num_rows >= kWidenPanel) {
       widen_panel(part, num_steps, chunks, columns);
-      multiply_rows<WidePanel>(at, num_rows, columns, num_steps, chunks, sums, start == 0, ahead);
+      multiply_rows_widened<WidePanel>(x, first, start, num_rows, columns, num_steps, chunks, sums, start == 0, ahead);
     } else {
-      multiply_rows<WidePair<1>>(at, num_rows, part, num_steps, chunks, sums, start == 0, ahead);
+      multiply_rows_widened<WidePair<1>>(x, first, start, num_rows, part, num_steps, chunks, sums, start == 0, ahead);
     }
   });
 }
 
-constexpr int64_t kFp4Values = 128;  // of a panel's columns that are unpacked at a time
+constexpr int64_t kFp4Values = kWideValues;  // of a panel's columns that are unpacked at a time
 
 // Values [start, start + kFp4Values) of a panel in E2M1, or all up to the last group, as a panel in bfloat16 has them: a value
 // times its scale is rounded by nothing but the smallest numbers.
@@ -175,17 +213,11 @@ inline void multiply_strip_fp4(const Rows<bf16>& x, int64_t first, int64_t num_r
                   const int64_t num_steps = (num_values + 1) / 2;
 #ifdef BATCHINFER_PAIR_PRODUCTS
                   if (pairs_are_quick()) {
-                    const auto at = [&](int64_t row, int64_t) { return x.at(first + row) + start; };
+                    const auto at = [&](int64_t row) { return x.at(first + row) + start; };
                     return multiply_rows<Pair>(at, num_rows, part, num_steps, chunks, sums, start == 0, ahead);
                   }
 #endif
-                  alignas(64) float rows[kTileRows * kFp4Values];
-                  const auto at = [&](int64_t row, int64_t place) {
-                    float* const out = rows + place * kFp4Values;
-                    widen(x.at(first + row) + start, 2 * num_steps, out);
-                    return out;
-                  };
-                  multiply_rows<WidePair<1>>(at, num_rows, part, num_steps, chunks, sums, start == 0, ahead);
+                  multiply_rows_widened<WidePair<1>>(x, first, start, num_rows, part, num_steps, chunks, sums, start == 0, ahead);
                 });
 }
 

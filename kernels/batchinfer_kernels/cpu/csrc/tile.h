@@ -69,16 +69,6 @@ struct WidePair {
   static Floats columns(const bf16* at, int part) { return pair_part(load_ints(at), part); }
   static Floats row(const float* at, int part) { return floats(at[part == 0 ? kApart : 0]); }
 };
-// Both are float32 already; the columns' second values stand one panel's row behind the first ones.
-struct WidePanel {
-  static constexpr int kParts = 2;
-  using Row = float;
-  using Column = float;
-  static constexpr int64_t kValues = 2, kLane = 16;
-
-  static Floats columns(const float* at, int part) { return load(at + (part == 0 ? kPanelColumns : 0)); }
-  static Floats row(const float* at, int part) { return floats(at[part == 0 ? 1 : 0]); }
-};
 template <class Value>
 struct Single {
   static constexpr int kParts = 1, kSums = 8;
@@ -143,6 +133,17 @@ struct RowsApart {
   const Row* next() {
     const Row* const own = row;
     row += stride;
+    return own;
+  }
+};
+// The same where the number is known: no register.
+template <class Row, int64_t kStride>
+struct RowsBeside {
+  const Row* row;
+
+  const Row* next() {
+    const Row* const own = row;
+    row += kStride;
     return own;
   }
 };
@@ -246,7 +247,10 @@ inline void for_parts(int64_t depth, int64_t most, Call call) {
 
 // `count` values in float32.
 inline void widen(const bf16* values, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; i += 16) store(out + i, lanes(count - i), load_wide(lanes(count - i), values + i));
+  int64_t i = 0;
+#pragma GCC unroll 4
+  for (; i + 16 <= count; i += 16) store(out + i, load_wide(lanes(16), values + i));
+  if (i < count) store(out + i, lanes(count - i), load_wide(lanes(count - i), values + i));
 }
 
 // sums [num_rows, 64] of rows first … first + num_rows - 1 (at most kStripRows) with the first `chunks` groups of a panel's
