@@ -14,6 +14,11 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from batchinfer.stop_signals import StopSignal, exit_when_interrupted, ignore_signals
+
+if __name__ == "__main__":  # the imports below take seconds
+    exit_when_interrupted()
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 from lm_eval.api.instance import Instance
@@ -31,7 +36,7 @@ from batchinfer.data.row_values import RowError
 from batchinfer.data.text_loss import load_checked_tokenizer
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
-from batchinfer.records import BatchinferError, ConfigError, ExitCode
+from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
 from batchinfer.sanitize import clip, sanitize
 
 MOST_CHOICES = 64  # of one row; further choices of the same context go to more rows
@@ -305,7 +310,13 @@ class Jobs:
         job = folder / "job.toml"
         # in a child process, free of the libraries and memory of lm-eval's process
         command = own_process.command("batchinfer", "run", str(job))
-        code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as running:
+            try:
+                code = running.wait()
+            except BaseException:
+                running.terminate()  # a signal may have reached this process alone
+                running.wait()  # until finished work is kept
+                raise
         if code not in (ExitCode.OK, ExitCode.ROW_ERRORS):
             raise _FailedJobError(job, code)
         rows: list[dict[str, Any]] = pq.read_table(folder / "run" / "outputs").to_pylist()
@@ -335,15 +346,17 @@ class Jobs:
 
 
 def main() -> None:
-    """Run lm-eval's own command with this backend; report wrong arguments as a sentence with the exit code of one."""
-    import lm_eval.models  # noqa: F401  (registers lm-eval's own backends, which it does only in an empty registry)
-    from lm_eval.__main__ import cli_evaluate
-    from lm_eval.api.registry import model_registry
-
-    if "batchinfer" not in model_registry:
-        model_registry.register("batchinfer", target="batchinfer.lm_eval:BatchinferLM")
+    """Run lm-eval's own command with this backend; wrong arguments and signals end it with a sentence and exit code."""
     try:
-        cli_evaluate()
+        stop = StopSignal()
+        _evaluate()
+        stop.check()
+    except InterruptedRunError as stopped:
+        ignore_signals()
+        reason, *_ = str(stopped).split(";")
+        rest = "the same command goes on if --model_args has a work_dir, else it begins again"
+        print(f"{reason}; {rest}", file=sys.stderr)
+        sys.exit(stopped.exit_code)
     except BatchinferError as error:
         _end(error.sentences, error.exit_code)
     except (ValueError, FileNotFoundError) as error:
@@ -351,6 +364,16 @@ def main() -> None:
         if frame.f_globals["__name__"] not in _CHECK_ARGUMENTS:
             raise
         _end([str(error)], ExitCode.BAD_JOB)
+
+
+def _evaluate() -> None:
+    import lm_eval.models  # noqa: F401  (registers lm-eval's own backends, which it does only in an empty registry)
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import model_registry
+
+    if "batchinfer" not in model_registry:
+        model_registry.register("batchinfer", target="batchinfer.lm_eval:BatchinferLM")
+    cli_evaluate()
 
 
 def _end(sentences: list[str], code: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Foreign text for terminals and pages: unprintable characters are escaped, long texts are cut."""
+"""Text for terminals and pages: unprintable characters are escaped, long texts are cut, sizes get a fitting unit."""
 
 import unicodedata
 
@@ -64,6 +64,16 @@ def clip(text: str) -> str:
         return text
     end = MAX_CHARS // 4
     return f"{text[: MAX_CHARS - end]} … ({len(text)} characters) … {text[-end:]}"
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes in the decimal unit that fits: `512 bytes`, `3.4 MB`."""
+    value, unit = float(num_bytes), "bytes"
+    for larger in ("KB", "MB", "GB", "TB", "PB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
 
 
 def first_line(error: BaseException) -> str:

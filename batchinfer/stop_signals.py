@@ -3,12 +3,13 @@
 Ranks ignore them; their controller handles them.
 """
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from batchinfer.records import InterruptedRunError
+from batchinfer.records import ExitCode, InterruptedRunError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -62,6 +63,16 @@ class StopSignal:
             name = signal.Signals(number).name
             self.raised = InterruptedRunError(f"stopped by {name}; run the same command to go on")
             raise self.raised
+
+
+def exit_when_interrupted() -> None:
+    """End the process at the next SIGINT with a sentence on stderr: for imports before there is a StopSignal."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"stopped by SIGINT; run the same command to go on\n")
+        os._exit(ExitCode.INTERRUPTED)
+
+    signal.signal(signal.SIGINT, handle)
 
 
 @contextmanager

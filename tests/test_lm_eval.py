@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.records import BatchinferError, ConfigError, ModelError
+from support.jobs import batchinfer
 from support.paths import ROOT, SAMPLE_MODEL, SAMPLE_PROMPTS
 from support.scripted_model import THINKING, write_scripted_model
 
@@ -331,6 +334,56 @@ def test_wrong_arguments_of_the_command_are_one_sentence(monkeypatch, capsys, wr
     said = capsys.readouterr().err
     assert said.startswith(f"error: {why}")
     assert said.count("\n") == 1
+
+
+def test_an_interrupt_of_the_imports_is_one_sentence():
+    command = [sys.executable, "-X", "importtime", "-m", "batchinfer.lm_eval", "run", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ran:
+        while "| pyarrow" not in ran.stderr.readline():
+            assert ran.poll() is None
+        ran.send_signal(signal.SIGINT)
+        _, said = ran.communicate(timeout=60)
+    assert ran.returncode == 75
+    lines = [line for line in said.splitlines() if not line.startswith("import time:")]
+    assert lines == ["stopped by SIGINT; run the same command to go on"]
+
+
+LONG_JOB = """
+import sys
+import lm_eval.__main__
+from lm_eval.api.instance import Instance
+from batchinfer.lm_eval import BatchinferLM, main
+
+def evaluate():
+    model = BatchinferLM(sys.argv[1], work_dir=sys.argv[2], dtype="float32", **{"sampling.ignore_eos": True})
+    long = {"until": [], "max_gen_toks": 1900}
+    model.generate_until([Instance("generate_until", {}, (f"The ferry {place}", long), 0) for place in range(64)])
+
+lm_eval.__main__.cli_evaluate = evaluate
+main()
+"""
+
+
+@pytest.mark.parametrize("is_sent_to_all", [True, False], ids=["Ctrl-C", "one process"])
+def test_an_interrupted_job_is_one_sentence_and_is_kept(tmp_path, is_sent_to_all):
+    command = [sys.executable, "-c", LONG_JOB, str(SAMPLE_MODEL), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as ran:
+        deadline_s = time.monotonic() + 120
+        while not list(tmp_path.glob("*/run/units/*/[0-9]*/claim.json")):
+            assert ran.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        (os.killpg if is_sent_to_all else os.kill)(ran.pid, signal.SIGINT)
+        _, said = ran.communicate(timeout=60)
+    assert ran.returncode == 75
+    assert "Traceback" not in said
+    *_, last = said.splitlines()
+    assert last == "stopped by SIGINT; the same command goes on if --model_args has a work_dir, else it begins again"
+    assert said.count("stopped by") == 2  # by the job, too: it was not killed
+    (run,) = tmp_path.glob("*/run")
+    with pytest.raises(ProcessLookupError):  # no process of the job is left
+        os.killpg(ran.pid, 0)
+    assert batchinfer("status", run).code == 0
 
 
 @pytest.mark.all  # make test: figures of tasks, above

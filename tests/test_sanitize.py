@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from batchinfer.sanitize import MAX_CHARS, first_line
+from batchinfer.sanitize import MAX_CHARS, first_line, size_text
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,11 @@ def test_of_a_long_error_both_ends_are_told():
     assert line.startswith("begin")
     assert line.endswith("end")
     assert len(line) < MAX_CHARS + 50
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 KB"), (3_420_000, "3.4 MB"), (24 * 10**9, "24.0 GB")],
+)
+def test_sizes_have_the_unit_that_fits(num_bytes, text):
+    assert size_text(num_bytes) == text

@@ -78,6 +78,8 @@ def ask(question: str, model: Path, max_tokens: int, date: datetime | None) -> N
     from batchinfer.plan.first_job import write_question
     from batchinfer.progress import ChildProgress
 
+    if not question:
+        raise click.UsageError("QUESTION is empty; write the question in quotes")
     with tempfile.TemporaryDirectory(prefix="batchinfer-ask-") as folder:
         job = write_question(Path(folder), question, model, max_tokens, date or datetime.now())
         command = own_process.command("batchinfer", "run", str(job))

@@ -71,6 +71,7 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, special_tokens: dict[str, str]) -> None:
+        self._names_calls = "tool_calls" in text
         self._variables = {**special_tokens, "tools": None, "documents": None, "add_generation_prompt": True}
         environment = _environment(trim_blocks=True, lstrip_blocks=True)
         environment.tests["none"] = lambda value: value is None or value is _NULL
@@ -98,6 +99,22 @@ class ChatTemplate:
         if self._id_form is None or not any(message.get("tool_calls") for message in messages):
             return messages
         return with_ids(messages, self._id_form)
+
+    @cached_property
+    def writes_calls(self) -> bool:
+        """Whether the template writes tool calls of earlier messages, as far as its text or a trial chat shows."""
+        if self._names_calls:
+            return True
+        call = {"type": "function", "function": {"name": _TRIAL_NAME, "arguments": _to_json(_TRIAL_ARGUMENTS)}}
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "user", "content": "Hello"},
+        ]
+        try:
+            return _TRIAL_NAME in self.render(chat)
+        except ChatError:
+            return True  # such chats become error rows
 
     @cached_property
     def _id_form(self) -> IdForm | None:

@@ -67,6 +67,7 @@ class Encoders:
         has_chat_template: whether the model folder has a chat template.
         bos_token_id: the BOS token; None if the tokenizer names none.
         writes_tools: whether the chat template, if there is one, writes the tools that it is given.
+        writes_calls: whether the chat template, if there is one, writes tool calls of earlier messages.
         lacks_date: whether the chat template writes the date if it is given one, and the job gives none.
         ends_thinking: whether the tokenizer has a token for the end of thinking.
         tool_forms: forms in which the model writes tool calls (tokenizer_worker.py); empty if the folder shows none.
@@ -109,6 +110,7 @@ class Encoders:
         self.has_chat_template: bool = loaded["has_chat_template"]
         self.bos_token_id: int | None = loaded["bos_token_id"]
         self.writes_tools: bool = loaded["writes_tools"]
+        self.writes_calls: bool = loaded["writes_calls"]
         self.lacks_date: bool = loaded["lacks_date"]
         self.ends_thinking: bool = loaded["ends_thinking"]
         self.tool_forms: list[str] = loaded["tool_forms"]

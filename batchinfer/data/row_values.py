@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.config import JobConfig
-from batchinfer.data.columns import is_text, list_lengths, without_dictionary
+from batchinfer.data.columns import is_json, is_text, list_lengths, without_dictionary
 from batchinfer.sanitize import error_text
 
 DATE = "strftime_now"  # transformers' name for the function by which chat templates write the date
@@ -123,6 +123,41 @@ def rows_with_tools(job: JobConfig, batch: pa.RecordBatch, bad: Container[int]) 
         return 0
     found = have_tools(without_dictionary(batch[name]), are_requests=job.input.format == "openai").to_pylist()
     return sum(has_tools and row not in bad for row, has_tools in enumerate(found))
+
+
+def rows_with_calls(job: JobConfig, batch: pa.RecordBatch, bad: Container[int]) -> int:
+    """Return the number of rows of a batch whose messages have tool calls, without bad rows."""
+    name = "request" if job.input.format == "openai" else job.input.messages
+    if name not in batch.schema.names or job.input.format == "sharegpt":
+        return 0
+    values = without_dictionary(batch[name])
+    values = values.storage if is_json(values.type) else values
+    if is_text(values.type):
+        texts = enumerate(values.to_pylist())
+        found = {row for row, text in texts if text is not None and '"tool_calls"' in text and _text_calls(text)}
+    else:
+        found = _rows_of_calls(values)
+    return sum(row not in bad for row in found)
+
+
+def _text_calls(text: str) -> bool:
+    """Return whether the messages in a JSON text, or those of a request, have tool calls."""
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    messages = messages.get("messages") if isinstance(messages, dict) else messages
+    return isinstance(messages, list) and any(isinstance(one, dict) and one.get("tool_calls") for one in messages)
+
+
+def _rows_of_calls(messages: pa.Array) -> set[int]:
+    """Return the rows of lists of messages as structs that have tool calls."""
+    kind = getattr(messages.type, "value_type", None)
+    if kind is None or not pa.types.is_struct(kind) or kind.get_field_index("tool_calls") < 0:
+        return set()
+    rows = np.repeat(np.arange(len(messages)), list_lengths(messages)).tolist()
+    calls = pc.struct_field(messages.flatten(), "tool_calls").to_pylist()
+    return {row for row, value in zip(rows, calls, strict=True) if value}
 
 
 class _ChatRequest(msgspec.Struct):

@@ -15,7 +15,7 @@ from batchinfer.sanitize import error_text
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FURTHER, _OLDER_FURTHER = "extra_special_tokens", "additional_special_tokens"
-_OF_CODE = "model_specific_special_tokens"
+_OF_CODE, _FLAGS = "model_specific_special_tokens", "flags_of_special_tokens"
 # These marks of tool calls and channels are special tokens, which decoding leaves out; answers need the marks.
 _MISTRAL_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 _MINIMAX_MARKS = ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -77,7 +77,9 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
     eos_token_ids = _eos_token_ids(folder, tokenizer, named)
     settings = [named, config.get("added_tokens_decoder"), tokenizer.encode_special_tokens, sorted(eos_token_ids)]
     digest = hashlib.blake2b(digest_size=16)
-    others = [*(templates[name] for name in ("tool_use",) if name in templates), *of_code, *further]
+    flags = {text: flags for text, flags in config[_FLAGS].items() if text not in known}
+    of_flags = [json.dumps(flags, sort_keys=True)] if flags else []
+    others = [*of_flags, *(templates[name] for name in ("tool_use",) if name in templates), *of_code, *further]
     for part in (text, templates.get("default", ""), json.dumps(settings, sort_keys=True), *others):
         digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
     return PromptTokenizer(tokenizer, file, templates, named, eos_token_ids, digest.hexdigest())
@@ -164,11 +166,10 @@ def _settings(folder: Path) -> dict[str, Any]:
                 raise ModelError(f"{file} is no object of token ids by their texts; restore the file")
             # without flags: those of tokenizer.json count
             config["added_tokens_decoder"] = {str(id): {"content": text} for text, id in added.items()}
-    if _FURTHER in config:
-        further = _texts(config[_FURTHER])
-    else:
-        further = [text for text in _texts(config.get(_OLDER_FURTHER)) if text not in added]
-    return config | {_FURTHER: further, _OF_CODE: _texts([*of_code.values()])}
+    given: Any = config[_FURTHER] if _FURTHER in config else config.get(_OLDER_FURTHER)
+    further = [text for text in _texts(given) if _FURTHER in config or text not in added]
+    values = [*(config.get(name) for name in NAMED_TOKENS), *of_code.values(), *(given if further else [])]
+    return config | {_FURTHER: further, _OF_CODE: _texts([*of_code.values()]), _FLAGS: _flags(values)}
 
 
 def _tokens_of_code(values: dict[str, Any], form: type | UnionType) -> dict[str, Any]:
@@ -188,6 +189,16 @@ def _texts(tokens: Any) -> list[str]:
     found = tokens if isinstance(tokens, list) else []
     texts = [token.get("content") if isinstance(token, dict) else token for token in found]
     return [text for text in texts if isinstance(text, str) and text]
+
+
+def _flags(tokens: list[Any]) -> dict[str, dict[str, Any]]:
+    """Return the flags of tokens by text; of a token that is given twice the last form counts, text or object."""
+    found = {}
+    for token in tokens:
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[text] = token if isinstance(token, dict) else {}
+    return {text: flags for text, flags in found.items() if flags}
 
 
 def _shown_marks(text: str) -> list[str]:
@@ -231,13 +242,11 @@ def _add_tokens(
     """
     listed = config.get("added_tokens_decoder") or {}
     details = {value["content"]: value for _, value in sorted(listed.items(), key=lambda item: int(item[0]))}
-    given = [value for name, value in config.items() if name.endswith("_token") and isinstance(value, dict)]
-    declared = {value["content"]: value for value in given if "content" in value}
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     for text in dict.fromkeys([*details, *named, *further]):
         old = known.get(text)
         flags = {} if old is None else old.__getstate__()
-        flags = flags | details[text] if text in details else flags or declared.get(text, {})
+        flags = flags | details[text] if text in details else flags or config[_FLAGS].get(text, {})
         is_special = text in named or bool(flags.get("special", text in further))
         token = AddedToken(
             text,

@@ -83,15 +83,15 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
     except ModelError as error:
         return None, {"error": clip(str(error))}
     of_tools = tokenizer.template_text(with_tools=True)
+    writes_all = not prompts.may_make_chats or of_tools is None
     return encoder, {
         "columns": prompts.columns,
         "digest": tokenizer.digest,
         "most_chars": tokenizer.most_chars(settings["most_tokens"]),
         "has_chat_template": tokenizer.template_text() is not None,
         "bos_token_id": tokenizer.token_id(tokenizer.named_tokens.get("bos_token", "")),
-        "writes_tools": not prompts.may_make_chats
-        or of_tools is None
-        or "tools" in tokenizer.chat_template(with_tools=True).names,
+        "writes_tools": writes_all or "tools" in tokenizer.chat_template(with_tools=True).names,
+        "writes_calls": writes_all or tokenizer.chat_template(with_tools=True).writes_calls,
         "lacks_date": lacks_date,
         "ends_thinking": (thinking_tokens(tokenizer) or harmony_tokens(tokenizer)) is not None,
         "tool_forms": forms_of_model(of_tools, lambda mark: tokenizer.token_id(mark) is not None),

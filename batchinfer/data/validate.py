@@ -25,7 +25,14 @@ from batchinfer.data.overrides import SamplingOverrides, warnings_of
 from batchinfer.data.parquet import own_parquet, table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch
 from batchinfer.data.row_ids import IdColumn
-from batchinfer.data.row_values import VALUES, chats_without_date, first_lost_null, rows_with_tools, without_nulls
+from batchinfer.data.row_values import (
+    VALUES,
+    chats_without_date,
+    first_lost_null,
+    rows_with_calls,
+    rows_with_tools,
+    without_nulls,
+)
 from batchinfer.data.schemas.internal import TOKENS, smallest_token_type, with_token_type
 from batchinfer.data.shard_schemas import file_schema, shard_schema
 from batchinfer.data.wide_rows import BATCH_BYTES
@@ -52,16 +59,18 @@ class ShardRows:
     num_plain: int = 0  # good rows whose prompt is raw text without a control token
     num_double_bos: int = 0  # good rows of raw text with the BOS token that the tokenizer adds itself
     num_unwritten_tools: int = 0  # good rows with tools that the chat template does not write
+    num_unwritten_calls: int = 0  # good rows with earlier tool calls that the chat template does not write
     num_dateless: int = 0  # good rows of OpenAI's chats without the date that the chat template writes
     lost_null: str | None = None  # "<key> in row <row>" of the first null of a tool that prompts leave out
     lost_const: str | None = None  # the same of a const in the sampling column, which schemas leave out
     warnings: dict[str, int] = field(default_factory=dict)  # rows by sentence about their structured outputs
 
-    def add(self, batch: RowBatch, job: JobConfig, *, writes_tools: bool, lacks_date: bool) -> None:
+    def add(self, batch: RowBatch, job: JobConfig, *, writes_tools: bool, writes_calls: bool, lacks_date: bool) -> None:
         """Count the shard's next rows, after they were checked.
 
         Args:
             writes_tools: whether the chat template writes tools.
+            writes_calls: whether the chat template writes tool calls of earlier messages.
             lacks_date: whether the chat template writes a date, and the job gives none.
         """
         if batch.errors and self.first_error is None:
@@ -73,6 +82,8 @@ class ShardRows:
             self.lost_const = self._lost_null(batch, job.input.sampling, keys=("const",))
         if not writes_tools:
             self.num_unwritten_tools += rows_with_tools(job, batch.columns, batch.errors)
+        if not writes_calls:
+            self.num_unwritten_calls += rows_with_calls(job, batch.columns, batch.errors)
         if lacks_date and job.input.format == "openai":
             self.num_dateless += chats_without_date(batch.columns, batch.errors)
         if (
@@ -219,7 +230,7 @@ class _RowChecker:
         self._job_sampling = job.sampling.to_sampling()
         self._sampling, self._choices = job.input.sampling, job.input.choices
         self._of_prompts = encoders.columns
-        self._job, self._writes_tools, self._lacks_date = job, encoders.writes_tools, encoders.lacks_date
+        self._job, self._encoders = job, encoders
         self._overrides = SamplingOverrides(
             job.sampling,
             "body" if job.input.format == "openai" else self._sampling or "",
@@ -249,7 +260,13 @@ class _RowChecker:
     def checked_batches(self, progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
         for started in self._started():
             batch, checked = started.batch, self._check(started)
-            self.found.add(batch, self._job, writes_tools=self._writes_tools, lacks_date=self._lacks_date)
+            self.found.add(
+                batch,
+                self._job,
+                writes_tools=self._encoders.writes_tools,
+                writes_calls=self._encoders.writes_calls,
+                lacks_date=self._encoders.lacks_date,
+            )
             yield checked
             progress(batch.num_rows)
 

@@ -32,6 +32,7 @@ from batchinfer.plan.first_dtype import choose_dtype, this_machine
 from batchinfer.rank.kv_budget import MEMORY_SHARE, RESERVE_SHARE
 from batchinfer.rank.load import BITS, DTYPES
 from batchinfer.records import BatchinferError, ConfigError
+from batchinfer.sanitize import size_text
 
 REQUEST_TOKENS = 4096  # prompt and output of the request whose KV is counted; less where the model's window is less
 
@@ -133,7 +134,7 @@ def check_model(folder: Path) -> ModelCheck:
         if cannot_run is None and needed > free and packed is not None and not packed.for_gpus and device.type == "cpu":
             split = _split(folder, dtype, config, packed, free, request_tokens)
         if cannot_run is None and needed > free and split is None:
-            reason = f"one rank needs {_gb(needed)}, but {_gb(free)} is free"
+            reason = f"one rank needs {size_text(needed)}, but {size_text(free)} is free"
             ranks = _ranks_needed(config, dtype, free)
         kv_bytes = PageFormat("float32" if dtype == "float32" else "bfloat16").bytes_per_token(config)
         bytes_for_kv = int(max(0, free - needed) * for_kv) if split is None else split.kv_bytes
@@ -183,7 +184,8 @@ def model_text(check: ModelCheck) -> str:
         f"{check.model} {'runs' if check.runs else 'does not run'} here.",
         f"It is a model of type {check.model_type} with {check.layers} layers, {experts}, a window of "
         f"{check.window_tokens:,} tokens, and {_template_sentence(check)}.",
-        f"{_gb(check.free_bytes)} is free {where}; requests are counted with {check.request_tokens:,} tokens each.",
+        f"{size_text(check.free_bytes)} is free {where}; "
+        f"requests are counted with {check.request_tokens:,} tokens each.",
         "",
         *(f"  {name:<9} {_sentence(fit, check.device)}" for name, fit in check.dtypes.items()),
     ]
@@ -208,14 +210,14 @@ def _template_sentence(check: ModelCheck) -> str:
 
 
 def _sentence(fit: DtypeFit, device: str) -> str:
-    sizes = f"weights {_gb(fit.weight_bytes)}, KV {fit.kv_bytes_per_token:,} bytes per token"
+    sizes = f"weights {size_text(fit.weight_bytes)}, KV {fit.kv_bytes_per_token:,} bytes per token"
     if fit.state_bytes:
-        sizes += f" and {_gb(fit.state_bytes)} per request"
+        sizes += f" and {size_text(fit.state_bytes)} per request"
     if fit.sweep is not None:
         sweep = fit.sweep
         sizes += (
-            f", of which {_gb(fit.sweep_bytes)} are read from disk in each sweep (cluster.weights), "
-            f"{sweep.seconds:,.1f} s at {_gb(round(sweep.disk_bytes_per_s))}/s: "
+            f", of which {size_text(fit.sweep_bytes)} are read from disk in each sweep (cluster.weights), "
+            f"{sweep.seconds:,.1f} s at {size_text(round(sweep.disk_bytes_per_s))}/s: "
             f"{fit.requests_at_once / sweep.seconds:,.3g} output tokens/s, where products alone would give "
             f"{sweep.output_tokens_per_s:,.3g}, and {sweep.prompt_tokens_per_s:,.3g} prompt tokens/s"
         )
@@ -302,7 +304,3 @@ def _ranks_needed(config: ModelConfig, dtype: str, free: int) -> int | None:
         ),
         None,
     )
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:,.1f} MB"

@@ -1,6 +1,5 @@
 """The KV store on disk: blocks by name, shared by processes and hosts."""
 
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -135,7 +134,7 @@ class DiskStore:
             self.session.is_readable = self.session.is_writable = False
             self.session.problems.append(f"{error}; the job goes on without a KV store")
         except OSError as error:
-            self.session.switch_off("write" if os.path.isdir(self._index.folder) else "use", error)
+            self.session.switch_off("write", error)
         self.refresh()
         if self.session.is_readable:
             if self._tier is not None:

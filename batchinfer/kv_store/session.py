@@ -6,6 +6,7 @@ on it finds and writes nothing. A failure of writing alone leaves reading on.
 
 import errno
 import json
+import os
 import secrets
 import socket
 import threading
@@ -88,7 +89,9 @@ class StoreSession:
     own_files: set[str] = field(default_factory=set)  # files read whose blocks this run has computed
 
     def switch_off(self, what: str, error: Exception) -> None:
-        """Stop writing after a failed write; stop reading, too, after any other failure."""
+        """Stop writing after a failed write; stop reading, too, after any other failure or if the folder is gone."""
+        if what == "write" and not os.path.isdir(self.store.model(self.identity)):
+            what = "use"  # deleted, moved or never made: there is nothing to read either
         is_news = self.is_writable if what == "write" else self.is_readable
         self.is_writable = False
         self.is_readable = self.is_readable and what == "write"

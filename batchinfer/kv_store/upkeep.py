@@ -28,6 +28,7 @@ from batchinfer.kv_store.store_dir import (
 from batchinfer.ownership import check_folder, group_id, shared_with
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
+from batchinfer.sanitize import size_text
 
 VERIFY_THREADS = 4
 _UNITS = {"": 1, "b": 1} | {
@@ -189,23 +190,23 @@ def format_description(found: dict[str, Any]) -> str:
     """Format the result of `describe_store` for people."""
     lines = [
         f"KV store {found['folder']}",
-        f"  {found['blocks']:,} blocks in {found['files']:,} files, {_size(found['bytes'])}",
+        f"  {found['blocks']:,} blocks in {found['files']:,} files, {size_text(found['bytes'])}",
     ]
     if found["problem"] is not None:
         lines.append(f"  no run can use them: {found['problem']}")
     if found["quarantined_files"]:
-        lines.append(f"  quarantine: {found['quarantined_files']} files, {_size(found['quarantined_bytes'])}")
+        lines.append(f"  quarantine: {found['quarantined_files']} files, {size_text(found['quarantined_bytes'])}")
     for model in found["models"]:
         is_state = model.get("is_state", False)
         lines.append(
             f"  {model.get('model', '?')}  {model.get('dtype', '?')}, {model.get('numerics', '?')}, "
             f"{'states after ' if is_state else ''}blocks of {model.get('block_tokens', '?')} tokens: "
-            f"{model['blocks']:,} {'states' if is_state else 'blocks'}, {_size(model['bytes'])}, "
+            f"{model['blocks']:,} {'states' if is_state else 'blocks'}, {size_text(model['bytes'])}, "
             f"last used {_when(model['last_use_s'])}"
         )
     lines.append(
-        f"  {len(found['sessions'])} sessions read {found['hit_tokens']:,} tokens ({_size(found['hit_bytes'])}) "
-        f"and wrote {found['written_tokens']:,} ({_size(found['written_bytes'])})"
+        f"  {len(found['sessions'])} sessions read {found['hit_tokens']:,} tokens ({size_text(found['hit_bytes'])}) "
+        f"and wrote {found['written_tokens']:,} ({size_text(found['written_bytes'])})"
     )
     lines += [
         f"    {_when(session['started_s'])}  {session['model']}: {session['hit_tokens']:,} tokens read, "
@@ -273,12 +274,3 @@ def _last_use_s(file: StoredFile) -> float:
 
 def _when(unix_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
-
-
-def _size(num_bytes: int) -> str:
-    value, unit = float(num_bytes), "bytes"
-    for larger in ("KB", "MB", "GB", "TB", "PB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"

@@ -30,6 +30,7 @@ from batchinfer.model.weight_mode import (
 )
 from batchinfer.model.weight_stream import read_speed
 from batchinfer.records import ConfigError
+from batchinfer.sanitize import size_text
 
 _DTYPES = ("bfloat16", "fp8", "int4", "fp4")  # smaller than float32
 
@@ -69,12 +70,12 @@ def with_weights(job: JobConfig, ranks: Iterable[int]) -> JobConfig:
         return decided(job, "resident")
     others = {dtype: _bytes_of(job, model, places, dtype) for dtype in _DTYPES if model.may_run_in(dtype)}
     fitting = [
-        f'model.dtype = "{dtype}" ({_gb(size)})' for dtype, size in others.items() if size < min(needed, allowed)
+        f'model.dtype = "{dtype}" ({size_text(size)})' for dtype, size in others.items() if size < min(needed, allowed)
     ]
     raise ConfigError(
-        f"{job.model.path} in {job.model.dtype} takes {_gb(needed)} of memory for {len(places)} "
-        f"{'rank' if len(places) == 1 else 'ranks'} on this host, and {_gb(free)} is free"
-        + ("" if allowed == free else f", of which cluster.memory_bytes allows {_gb(allowed)}")
+        f"{job.model.path} in {job.model.dtype} takes {size_text(needed)} of memory for {len(places)} "
+        f"{'rank' if len(places) == 1 else 'ranks'} on this host, and {size_text(free)} is free"
+        + ("" if allowed == free else f", of which cluster.memory_bytes allows {size_text(allowed)}")
         + "; "
         + (f"use {' or '.join(fitting)}" if fitting else "it fits in no dtype")
         + ("; or free memory, or spread its ranks over more hosts" if model.num_moe_layers else "; or free memory")
@@ -152,7 +153,3 @@ def _bytes_of(job: JobConfig, model: ModelConfig, places: list[RankPlace], dtype
     slots = model.n_routed_experts + job.cluster.redundant_experts
     held = [-(-slots // place.group_size) if place.group_size > 1 else model.n_routed_experts for place in places]
     return sum(rank_bytes(model, dtype, num_experts=count) for count in held)
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"

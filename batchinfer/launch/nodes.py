@@ -13,13 +13,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from batchinfer.checked_json import parse_json, publish_json
 from batchinfer.progress import note
-from batchinfer.records import BatchinferError, ConfigError, ExitCode, GroupEndedError
+from batchinfer.records import BatchinferError, ConfigError, DamagedFileError, ExitCode, GroupEndedError
 from batchinfer.run.store.interface import Storage
 from batchinfer.stop_signals import StopSignal
 
+Document = TypeVar("Document")
 MEET_S = 600.0  # tasks of a job may start minutes apart
 _LOOPBACK = "127.0.0.1"
 ASK_S = 5.0  # between two checks whether the work is done
@@ -53,6 +57,14 @@ class MeetingPoint:
     port: int
     credentials: str
     session: str  # of the controller
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupEnd:
+    """The error with which a group's controller has ended."""
+
+    reason: str
+    exit_code: int
 
 
 def this_node(num_ranks: int) -> NodeShare:
@@ -161,15 +173,22 @@ def tell_end(storage: Storage, session: str, error: Exception) -> None:
         reason, code = str(error), error.exit_code
     path = storage.run.meeting(session)
     with suppress(BatchinferError, OSError):  # the error itself may be one of the disk
-        publish_json(path, {"reason": reason, "exit_code": code})
+        publish_json(path, asdict(_GroupEnd(reason, code)))
         storage.put(path)
 
 
 def told_end(storage: Storage, session: str) -> GroupEndedError | None:
-    """Return the error with which a group's controller has ended, None if there is none."""
+    """Return the error with which a group's controller has ended, None if there is none.
+
+    Raises:
+        DamagedFileError: the controller's document about it is damaged.
+    """
     path = storage.run.meeting(session)
     said = storage.get(path)
-    return None if said is None else GroupEndedError(**parse_json(said, path, "reason", "exit_code"))
+    if said is None:
+        return None
+    end = _parsed(said, path, _GroupEnd)
+    return GroupEndedError(end.reason, end.exit_code)
 
 
 def find_meeting_point(
@@ -221,7 +240,19 @@ def _announced(storage: Storage, path: Path) -> MeetingPoint | None:
             _refuse_others(path)
         except FileNotFoundError:  # the controller has just ended
             return None
-    return MeetingPoint(**parse_json(said, path))
+    return _parsed(said, path, MeetingPoint)
+
+
+def _parsed(data: bytes, path: Path, kind: type[Document]) -> Document:
+    """Return the document in the bytes of a file.
+
+    Raises:
+        DamagedFileError: its checksum does not match, or its fields have other names or types.
+    """
+    try:
+        return msgspec.convert(parse_json(data, path), kind)
+    except msgspec.ValidationError as error:
+        raise DamagedFileError(path, f"it is another document ({error})") from None
 
 
 def _answers(point: MeetingPoint) -> bool:

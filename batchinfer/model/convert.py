@@ -23,6 +23,7 @@ from batchinfer.model.tensor_names import why_no_mtp
 from batchinfer.model.weight_bytes import mtp_bytes, weight_bytes
 from batchinfer.model.weight_loading import open_loader, read_ends, read_mtp
 from batchinfer.records import ConfigError
+from batchinfer.sanitize import size_text
 from batchinfer.whole_files import TEMPORARY, cannot_write, sync_file, sync_folder
 
 _TEMPLATES = "additional_chat_templates"
@@ -68,7 +69,7 @@ def convert_model(
         free = shutil.disk_usage(folder).free
         if needed > free:
             raise ConfigError(
-                f"{source} takes {needed / 1e9:.1f} GB in {name}, and {target.parent} has {free / 1e9:.1f} GB free; "
+                f"{source} takes {size_text(needed)} in {name}, and {target.parent} has {size_text(free)} free; "
                 "free space or choose another folder"
             )
         loader = open_loader(source, config, dtype=dtype, ops=ops, mtp=has_mtp, on_read=on_read, device=device)

@@ -14,6 +14,7 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.page_format import FP8, PageFormat
 from batchinfer.model.step import AttentionStep
 from batchinfer.records import ConfigError
+from batchinfer.sanitize import size_text
 from batchinfer_kernels.reference.fp8_pages import narrow
 from batchinfer_kernels.reference.mla import PagedKeys
 
@@ -63,10 +64,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     try:
         memory = zeroed(num_values * dtype.itemsize)
     except OSError as error:
-        size_gb = num_values * dtype.itemsize / 1e9
-        raise ConfigError(
-            f"no memory for KV pages of {size_gb:.1f} GB: {error.strerror}; lower cluster.page_bytes"
-        ) from error
+        size = size_text(num_values * dtype.itemsize)
+        raise ConfigError(f"no memory for KV pages of {size}: {error.strerror}; lower cluster.page_bytes") from error
     return torch.frombuffer(memory, dtype=dtype, count=num_values).view(shape)
 
 

@@ -113,6 +113,15 @@ def warn_of_tools(job: JobConfig) -> None:
     )
 
 
+def warn_of_calls(job: JobConfig, num_rows: int) -> None:
+    """Warn that the model's chat template does not write the tool calls of earlier messages."""
+    note(
+        f"warning: the chat template of {job.model.path} does not write tool calls, so the model does not see the "
+        f"tool_calls in the messages of {num_rows:,} {'row' if num_rows == 1 else 'rows'}; give the folder a template "
+        "that writes tool calls"
+    )
+
+
 def warn_of_date(job: JobConfig) -> None:
     """Warn that chats get the date that the model's chat template has in its text, or none."""
     note(

@@ -123,6 +123,7 @@ def plan_job(
             else:
                 storage.commit()  # job.toml
                 note(f"{run.shown} is planned already; going on with this plan")
+                _warn_of_left_out(run, state, shards)
                 is_new_to_plan = reuse is not None and REUSED not in state
                 if learn_from is not None or expert_loads is not None or is_new_to_plan:
                     note("--learn-from, --expert-loads and --reuse count when a plan is made; this plan stays as it is")
@@ -189,6 +190,17 @@ def _edited(state: dict[str, Any], fingerprint: dict[str, Any], shards: list[Sha
     return {
         "input shards": [[*entry, "edited"] if entry[0] in edited else entry for entry in fingerprint["input shards"]]
     }
+
+
+def _warn_of_left_out(run: RunDir, state: dict[str, Any], shards: list[Shard]) -> None:
+    """Warn of shards that were damaged while the plan was made and may be repaired by now."""
+    found = {shard.name for shard in shards if shard.problem is None}
+    for shard in shards_of_state(state):
+        if shard.problem is not None and shard.name in found:
+            note(
+                f"warning: {shard.path} could not be read when this plan was made ({shard.problem}), so it gets no "
+                f"outputs; if it is repaired, `batchinfer plan --again {run.shown}` adds its rows"
+            )
 
 
 def _publish_state(prepared: Prepared, state: dict[str, Any], shards: list[Shard]) -> None:

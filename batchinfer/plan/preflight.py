@@ -19,6 +19,7 @@ from batchinfer.model.weight_mode import check_streaming
 from batchinfer.parallel.exchange_rules import check_device, check_group, check_rows
 from batchinfer.records import ConfigError, Shard, slots_per_rank
 from batchinfer.rundir import RunDir, output_files
+from batchinfer.sanitize import size_text
 
 # The device of ranks with these backends; for other backends it depends on the machine.
 DEVICE_OF_BACKEND = {"cpu": "cpu", "reference": "cpu", "hopper": "cuda", "hopper-invariant": "cuda", "sdpa": "cuda"}
@@ -61,8 +62,8 @@ def memory_note(job: JobConfig, model: ModelConfig) -> str | None:
     if not state_bytes:
         return None
     return (
-        f"the model takes {weight_bytes(model, job.model.dtype) / 1e9:,.1f} GB of weights in all, "
-        f"{pages.bytes_per_token(model):,} bytes of KV per token, and {state_bytes / 1e6:,.1f} MB per running request"
+        f"the model takes {size_text(weight_bytes(model, job.model.dtype))} of weights in all, "
+        f"{pages.bytes_per_token(model):,} bytes of KV per token, and {size_text(state_bytes)} per running request"
     )
 
 

@@ -38,15 +38,13 @@ from batchinfer.plan.rows import RowTable
 from batchinfer.progress import Stage, note
 from batchinfer.records import ConfigError, Sampling, sampling_from_json
 from batchinfer.run.equality import run_equality
-from batchinfer.run.fingerprint import Fingerprint, difference
+from batchinfer.run.fingerprint import OF_ANSWERS, OF_CODE, Fingerprint, difference
 from batchinfer.run.units.counted import run_results
 from batchinfer.run.units.result_files import damage, own_files, result_keys, write_results
 from batchinfer.run.units.reused import REUSED, reused_folder
 from batchinfer.rundir import RunDir, read_state
 
 # parts of the fingerprint on which every answer depends; answer digests have what depends on the row
-_SAME = ("model.config", "model.weights", "tokenizer and template", "model.dtype", "output.reasoning")
-_CODE = ("version of batchinfer", "model code")
 _SAME_COLUMN = "continue_final_message"
 _KEY = ("shard", "row", "sample")
 _KEY_BYTES = 8 * len(_KEY)
@@ -154,7 +152,7 @@ class EarlierAnswers:
 
     def _check_same(self, recorded: Fingerprint, fingerprint: Fingerprint) -> None:
         """Refuse a run whose answers another model, dtype, setting, version or model code gave."""
-        for name in (*_SAME, *_CODE):
+        for name in (*OF_ANSWERS, *OF_CODE):
             if recorded.get(name) != fingerprint[name]:
                 raise self._refusal(difference(name, recorded.get(name), fingerprint[name]))
         old, new = (columns.get(_SAME_COLUMN) for columns in (recorded["input columns"], fingerprint["input columns"]))

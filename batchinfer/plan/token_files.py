@@ -16,7 +16,7 @@ from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.shards import with_content
 from batchinfer.data.validate import ShardRows, rows_found, tokenize_shard
 from batchinfer.manifest import Manifest
-from batchinfer.plan.inputs import Prepared, warn_of_date, warn_of_tools
+from batchinfer.plan.inputs import Prepared, warn_of_calls, warn_of_date, warn_of_tools
 from batchinfer.progress import Progress, note
 from batchinfer.records import DamagedFileError, InputError, Shard
 from batchinfer.run.quarantine import set_aside
@@ -137,6 +137,7 @@ class RowWarnings:
     num_plain: int = 0  # raw text without a control token
     num_double_bos: int = 0  # raw text with the BOS token that the tokenizer adds itself
     num_unwritten_tools: int = 0  # with tools that the chat template does not write
+    num_unwritten_calls: int = 0  # with earlier tool calls that the chat template does not write
     num_dateless: int = 0  # chats of OpenAI's lines without the date that the chat template writes
     lost_null: str | None = None  # the first null of a tool that prompts leave out, with its row and shard
     lost_const: str | None = None  # the first null const that schemas of the sampling column leave out, likewise
@@ -148,6 +149,7 @@ class RowWarnings:
         self.num_plain += found.num_plain
         self.num_double_bos += found.num_double_bos
         self.num_unwritten_tools += found.num_unwritten_tools
+        self.num_unwritten_calls += found.num_unwritten_calls
         self.num_dateless += found.num_dateless
         self.structured.update(found.warnings)
         if found.lost_null is not None and self.lost_null is None:
@@ -179,6 +181,8 @@ class RowWarnings:
             )
         if self.num_unwritten_tools:
             warn_of_tools(job)
+        if self.num_unwritten_calls:
+            warn_of_calls(job, self.num_unwritten_calls)
         if self.num_dateless:
             warn_of_date(job)
         if self.lost_null:

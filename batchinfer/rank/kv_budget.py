@@ -23,6 +23,7 @@ from batchinfer.model.weight_mode import KEPT_SHARE, MOST_KEPT, computes_prompts
 from batchinfer.protocol.messages import Start
 from batchinfer.rank.device import ranks_per_gpu
 from batchinfer.records import ConfigError
+from batchinfer.sanitize import size_text
 
 # Share of the GPU's memory for later needs: captured graphs, buffers of libraries, gaps between blocks of memory, and
 # steps in which this rank's experts get more rows than in the measured steps.
@@ -99,8 +100,8 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     if on_cpu and pages_of_host > free_bytes:
         # pages take memory when they are used: the kernel would end this process in the middle of the job
         raise ConfigError(
-            f"KV pages of this host's ranks ({pages_of_host / 1e9:.1f} GB) do not fit into its free memory "
-            f"({free_bytes / 1e9:.1f} GB); lower cluster.page_bytes or free memory"
+            f"KV pages of this host's ranks ({size_text(pages_of_host)}) do not fit into its free memory "
+            f"({size_text(free_bytes)}); lower cluster.page_bytes or free memory"
         )
     if num_pages * PAGE_TOKENS < start.largest_tokens:
         raise ConfigError(

@@ -23,6 +23,9 @@ SAMPLES_PER_TENSOR = 4
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 Fingerprint = dict[str, Any]
+# fields that an earlier run must share so that its answers can be reused
+OF_ANSWERS = ("model.config", "model.weights", "tokenizer and template", "model.dtype", "output.reasoning")
+OF_CODE = ("version of batchinfer", "model code")
 
 
 def job_fingerprint(job: JobConfig, shards: list[Shard], tokenizer_digest: str) -> Fingerprint:
@@ -76,7 +79,8 @@ def check_same(
     Raises:
         RunMismatchError: names the first field that differs, with both values when they are short.
     """
-    for field in current:
+    # the code first: another version has other settings, too
+    for field in (*(name for name in OF_CODE if name in current), *current):
         name, old, new = field, recorded.get(field), current[field]
         if old == new:
             continue
@@ -87,11 +91,18 @@ def check_same(
         differs = difference(name, old, new)
         if field == "input shards":
             differs = _shards_differ(old or [], new, path_of_shard or {})
+        other = f"choose another output.dir{_reuse_hint(recorded, current)}"
+        back = "go back to the code that it began with" if field in OF_CODE else "restore what changed"
         raise RunMismatchError(
-            f"the run folder {folder} belongs to another job: {differs}; "
-            "choose another output.dir (with --reuse it gets the answers that are still the same), restore what "
-            "changed, or delete that folder"
+            f"the run folder {folder} belongs to another job: {differs}; {other}, {back}, or delete that folder"
         )
+
+
+def _reuse_hint(recorded: Fingerprint, current: Fingerprint) -> str:
+    """Return the hint at --reuse, "" if a difference makes --reuse refuse the run."""
+    if any(recorded.get(name) != current[name] for name in (*OF_ANSWERS, *OF_CODE) if name in current):
+        return ""
+    return " (with --reuse it gets the answers that are still the same)"
 
 
 def planned_tokenizer(job: JobConfig, recorded: Fingerprint, folder: Path | str) -> PromptTokenizer:

@@ -103,6 +103,12 @@ def test_ask_ends_with_a_sentence_where_the_model_cannot_answer(tmp_path):
     assert asked.out == ""
 
 
+def test_ask_refuses_an_empty_question():
+    asked = batchinfer("ask", "", "--model", SAMPLE_MODEL)
+    assert (asked.code, asked.out) == (2, "")
+    assert asked.err.endswith("Error: QUESTION is empty; write the question in quotes\n")
+
+
 @pytest.mark.all  # make test: ask prints the answer, above
 def test_ask_tells_what_a_run_warns_of(tmp_path):
     model = shutil.copytree(SAMPLE_MODEL, tmp_path / "model")

@@ -250,6 +250,7 @@ def test_tokens_declared_only_in_the_config_are_known(folder):
 
 
 FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+LEFT = {"content": "<extra>", **FLAGS, "lstrip": True, "special": True}
 MORE_SETTINGS: dict[str, dict[str, object]] = {  # file -> content; 1024 and 1025 are the next ids
     "an older file": {"added_tokens.json": {"<extra>": 1024, "<end>": 1025}},
     "an older file in another order": {"added_tokens.json": {"<end>": 1025, "<extra>": 1024}},
@@ -297,6 +298,26 @@ MORE_SETTINGS: dict[str, dict[str, object]] = {  # file -> content; 1024 and 102
     },
     "of the model's own code": {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<extra>"}}},
     "the older file first": {"special_tokens_map.json": {"eos_token": "<｜User｜>"}},
+    "text under one name and an object under the one before": {
+        "special_tokens_map.json": {"pad_token": "<extra>", "unk_token": LEFT}
+    },
+    "an object under one name and text under the one before": {
+        "special_tokens_map.json": {"pad_token": LEFT, "unk_token": "<extra>"}
+    },
+    "an object by its name and text in the list": {
+        "special_tokens_map.json": {"pad_token": LEFT, "additional_special_tokens": ["<extra>"]}
+    },
+    "text by its name and an object in the list": {
+        "tokenizer_config.json": {
+            "pad_token": "<extra>",
+            "additional_special_tokens": [{"__type": "AddedToken", **LEFT}],
+        }
+    },
+    "an object in the list": {"tokenizer_config.json": {"extra_special_tokens": [{"__type": "AddedToken", **LEFT}]}},
+    "text in the config and an object in the older file": {
+        "tokenizer_config.json": {"image_token": "<extra>"},
+        "special_tokens_map.json": {"image_token": LEFT},
+    },
     "other flags": {
         "tokenizer_config.json": {
             "added_tokens_decoder": {
@@ -320,6 +341,14 @@ def test_tokens_and_flags_of_the_settings_are_those_of_transformers(folder, name
     assert list(map(tokenizer.decode, ([token] for token in ids))) == reference.batch_decode(
         [[token] for token in ids], skip_special_tokens=True
     )
+
+
+def test_other_flags_of_a_token_are_another_tokenizer(folder):
+    digests = set()
+    for flags in ({}, {"lstrip": True}, {"lstrip": True, "rstrip": True}):
+        change(folder / "special_tokens_map.json", pad_token={"content": "<extra>", **FLAGS, **flags})
+        digests.add(load_tokenizer(folder).digest)
+    assert len(digests) == 3
 
 
 def test_a_token_that_the_config_makes_special_is_left_out_of_answers(folder):

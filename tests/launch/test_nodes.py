@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 import batchinfer as batchinfer_package
+from batchinfer.checked_json import publish_json
 from batchinfer.launch import nodes
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_connections import RankConnections
-from batchinfer.records import ConfigError
+from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.liveness import this_host
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
@@ -359,6 +360,30 @@ def test_a_meeting_that_somebody_else_may_have_written_is_refused(tmp_path, list
     if owner is not None:
         os.chown(path, owner, owner)
     with pytest.raises(ConfigError, match="belongs to or is open to other users; remove it"):
+        nodes.find_meeting_point(storage, node, None, lambda: False)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"exit_code": "2"}, {"exit_code": 2.5}, {"exit_code": None}, {"reason": 5}, {"reason": None}]
+)
+def test_the_end_of_a_group_is_damaged_if_a_value_has_the_wrong_type(tmp_path, wrong):
+    storage = FolderStorage(RunDir(tmp_path))
+    nodes.tell_end(storage, "one", ConfigError("no room"))
+    end = nodes.told_end(storage, "one")
+    assert (str(end), end.exit_code) == ("the first process of this group ended: no room", 2)
+    path = storage.run.meeting("one")
+    publish_json(path, {"reason": "no room", "exit_code": 2} | wrong)
+    with pytest.raises(DamagedFileError, match=f"{path.name} is damaged: it is another document"):
+        nodes.told_end(storage, "one")
+
+
+@pytest.mark.parametrize("wrong", [{"port": "1"}, {"host": None}])
+def test_a_meeting_is_damaged_if_a_value_has_the_wrong_type(tmp_path, wrong):
+    node, storage = nodes.NodeShare(1, 2, "group", range(1, 2), is_one_host=True), FolderStorage(RunDir(tmp_path))
+    point = {"host": "127.0.0.1", "port": 1, "credentials": "secret", "session": "one"}
+    storage.run.work.mkdir()
+    publish_json(storage.run.meeting("group"), point | wrong, mode=0o600)
+    with pytest.raises(DamagedFileError, match="is damaged: it is another document"):
         nodes.find_meeting_point(storage, node, None, lambda: False)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import re
 
@@ -14,7 +15,7 @@ from batchinfer.plan import packing, planner, token_files
 from batchinfer.plan.packing import MAX_PROMPT_TOKENS, MIN_UNIT_TOKENS, cut_units
 from batchinfer.plan.prefix.in_memory import last_units, plan_prefixes
 from batchinfer.records import sampling_key
-from support.jobs import batchinfer, question, write_job, write_shard
+from support.jobs import answers, batchinfer, question, write_job, write_shard
 
 
 def plan_of(prompts):
@@ -179,6 +180,34 @@ def test_a_plan_says_what_keeps_the_run_from_exit_code_0(tmp_path):
     (tmp_path / "prompts" / "b.parquet").unlink()
     ended = batchinfer("plan", job, "--set", "output.dir=good")
     assert (ended.code, "exit code" in ended.err) == (0, False)
+
+
+def test_a_plan_says_how_a_shard_that_is_repaired_gets_in(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"id": [1], "prompt": [question(0)]})
+    write_shard(tmp_path / "prompts" / "b.parquet", {"id": [2], "prompt": [question(1)]})
+    shard = tmp_path / "prompts" / "b.parquet"
+    sound, status = shard.read_bytes(), shard.stat()
+
+    def write(content):  # the disk gives other bytes of the same file
+        shard.write_bytes(content)
+        os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    job = write_job(tmp_path, sampling={"max_tokens": 1})
+    write(b"PAR1" + bytes(60) + sound[64:])
+    again = f"batchinfer plan --again {tmp_path / 'run'}"
+    planned = batchinfer("plan", job)
+    assert "shards without outputs: 1" in planned.err
+    assert again not in planned.err
+    assert batchinfer("run", job).code == 3
+    write(sound)
+    for command in ("plan", "run"):
+        said = batchinfer(command, job).err
+        assert f"warning: {shard} could not be read when this plan was made (" in said
+        assert f"), so it gets no outputs; if it is repaired, `{again}` adds its rows" in said
+    assert "shards without outputs" not in batchinfer(*again.split()[1:]).err
+    said = batchinfer("run", job)
+    assert (said.code, "could not be read" in said.err) == (0, False)
+    assert [row["id"] for row in answers(tmp_path / "run")] == [1, 2]
 
 
 def test_a_plan_that_goes_on_warns_of_the_shards_that_were_read_before(tmp_path, monkeypatch):

@@ -56,9 +56,7 @@ def test_pages_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path, mo
     start = Start(job="", most_tokens=10**9, largest_tokens=100, transfer_folder="", traced=False, model_digests={})
     assert kv_budget.kv_budget(job, model, place, start, 1).num_pages > 0
     monkeypatch.setattr(kv_budget, "free_memory_bytes", lambda: 50_000_000)
-    with pytest.raises(
-        ConfigError, match=r"\(0\.1 GB\) do not fit into its free memory \(0\.1 GB\); lower cluster\.page"
-    ):
+    with pytest.raises(ConfigError, match=r"MB\) do not fit into its free memory \(50\.0 MB\); lower cluster\.page"):
         kv_budget.kv_budget(job, model, place, start, 1)
 
 

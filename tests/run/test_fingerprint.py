@@ -23,6 +23,33 @@ def test_the_first_key_that_differs_is_named(recorded, told):
     assert told in str(failure.value)
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {"sampling": 2},
+            "sampling was 1 and is now 2; choose another output.dir (with --reuse it gets the answers that ",
+        ),
+        (
+            {"sampling": 2, "model.dtype": "fp8"},
+            "sampling was 1 and is now 2; choose another output.dir, restore what ",
+        ),
+        ({"model.dtype": "fp8"}, "model.dtype was bfloat16 and is now fp8; choose another output.dir, restore what "),
+        (
+            {"sampling": {"a new key": 1}, "version of batchinfer": "0.2.0"},
+            "version of batchinfer was 0.1.0 and is now 0.2.0; choose another output.dir, go back to the code that it "
+            "began with, or delete that folder",
+        ),
+        ({"model code": "b"}, "model code was a and is now b; choose another output.dir, go back to the code that it "),
+    ],
+)
+def test_the_remedy_fits_what_differs(changed, told):
+    recorded = {"sampling": 1, "model.dtype": "bfloat16", "version of batchinfer": "0.1.0", "model code": "a"}
+    with pytest.raises(RunMismatchError, match="belongs to another job") as failure:
+        check_same(recorded, recorded | changed, Path("run"))
+    assert told in str(failure.value)
+
+
 def test_the_same_job_goes_on():
     check_same({"columns": {"choices": None}, "more": 1}, {"columns": {"choices": None}}, Path("run"))
 
