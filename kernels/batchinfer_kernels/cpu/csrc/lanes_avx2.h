@@ -340,7 +340,7 @@ inline __attribute__((always_inline)) void add_product(Ints& sum, SignedFour row
 }
 #else
 constexpr int kFourParts = 2;
-#define BATCHINFER_PARTS_AS_WORDS  // a part is two words of 16 bits, which may be in memory as well
+#define BATCHINFER_PARTS_AS_WORDS  // words.h: parts are two words of 16 bits, and may be in memory
 inline __attribute__((always_inline)) __m256i column_part(__m256i fours, int part) {
   return _mm256_srai_epi16(part == 0 ? fours : _mm256_slli_epi16(fours, 8), 8);
 }
@@ -355,7 +355,7 @@ inline __attribute__((always_inline)) FourPart row_four(int32_t four, int part) 
   const __m256i values = row_part(_mm256_set1_epi32(four), part);
   return {values, values};
 }
-// A part of four bytes of 16 columns, of 16 times four bytes of a row; one that stands in memory.
+// Words of a part: of four bytes of each of 16 columns, and of 64 bytes of a row.
 inline Ints column_words(const int8_t* at, int part) {
   const FourPart columns = column_fours(at, part);
   return {columns.low, columns.high};
@@ -364,6 +364,7 @@ inline Ints row_words(const uint8_t* at, int part) {
   const Ints fours = load_ints(at);
   return {row_part(fours.low, part), row_part(fours.high, part)};
 }
+// Words in memory: of 16 columns, and of a row, the same in all lanes.
 inline __attribute__((always_inline)) FourPart part_at(const int32_t* at) {
   const Ints words = load_ints(at);
   return {words.low, words.high};

@@ -123,7 +123,7 @@ class ScreenedRows {
 };
 
 #ifdef BATCHINFER_PARTS_AS_WORDS
-// Exact sums of R rows as words with N groups of 16 columns, of which `out` has those of earlier steps.
+// out = (or, unless it is the first part of a sum, +=) exact products of R rows as words with N groups of 16 columns.
 template <class Columns, int R, int N>
 __attribute__((noinline)) void screen_tile(const int32_t* words, Columns columns, const int32_t* starts, int64_t num_steps,
                                            bool is_first, int32_t* out, Ahead& ahead) {
@@ -183,7 +183,7 @@ __attribute__((noinline)) void screen_tile(const uint8_t* row, int64_t stride, c
 // sums [num_rows, 64]: exact products of rounded rows with the first `chunks` groups of a panel's columns.
 void exact_sums(const ScreenedRows& x, int64_t first, int64_t num_rows, const int8_t* values, const int32_t* starts,
                 int64_t num_words, int64_t chunks, int32_t* sums, Pass pass) {
-  const int64_t panel_bytes = num_words * 4 * kPanelColumns;
+  [[maybe_unused]] const int64_t panel_bytes = num_words * 4 * kPanelColumns;
 #ifdef BATCHINFER_TILES
   const Ahead ahead = pass.next_panel(panel_bytes, num_tile_turns(num_rows, chunks, num_words));
   multiply_byte_tiles(TileRows::apart(x.at(first), x.stride(), num_rows), {values, 4 * kPanelColumns}, chunks, num_words, 1, 1,
@@ -196,7 +196,7 @@ void exact_sums(const ScreenedRows& x, int64_t first, int64_t num_rows, const in
   for_parts(num_words, kWordSteps, [&](int64_t start, int64_t num_steps) {
     const int64_t end = start + num_steps, turns = num_turns(num_rows, num_steps), part_bytes = num_steps * ColumnBytes::kStep;
     const int8_t* const part = values + start * ColumnBytes::kStep;
-    Ahead ahead = end == num_words ? pass.next_panel(panel_bytes, turns) : pass.next_part(part + part_bytes, part_bytes, turns);
+    Ahead ahead = end == num_words ? pass.next_panel(part_bytes, turns) : pass.next_part(part + part_bytes, part_bytes, turns);
     for_word_tiles(num_rows, [&](int64_t row) { return x.at(first + row) + 4 * start; }, part, num_steps, chunks,
                    [&](int64_t row, auto rows, const int32_t* words, auto columns, int64_t chunk, auto groups) {
                      screen_tile<decltype(columns), rows, groups>(words, columns, starts + 16 * chunk, num_steps, start == 0,

@@ -8,12 +8,12 @@
 namespace batchinfer {
 namespace {
 
-constexpr bool kGroupsApart = !kTurnsWithin;          // registers hold sums of few groups of columns
+constexpr bool kGroupsApart = !kTurnsWithin;              // registers hold sums of few groups of columns
 constexpr int64_t kWideValues = kGroupsApart ? 64 : 128;  // of a row and of a panel's columns that are widened at a time
-constexpr int64_t kWidenPanel = 48;                   // rows for which it is worth it to widen a panel in memory
+constexpr int64_t kWidenPanel = 48;                       // rows for which it is worth it to widen a panel in memory
 
-// Rows that are float32 already, of at most kWideValues values, and columns that are, too: of each pair of values first the
-// second ones of all columns, then the first ones, or so for each group of 16 columns by itself.
+// Up to kWideValues values of rows and columns, both in float32 already. Of each pair of values the second ones of all columns
+// stand before the first ones; with kGroupsApart each group of 16 columns has its own array of that order.
 struct WidePanel {
   static constexpr int kParts = 2;
   using Row = float;
@@ -133,19 +133,20 @@ inline void widen_panel(const bf16* panel, int64_t num_steps, int64_t chunks, fl
   }
 }
 
-// The same as multiply_rows, of rows from x + stride * row on that are widened first, a tile at a time.
-template <class Step>
+// The same as multiply_rows for up to kMost values from `start` on of rows in bfloat16, which are widened a tile at a time. The
+// next tile's values are asked for before.
+template <class Step, int64_t kMost>
 inline void multiply_rows_widened(const Rows<bf16>& x, int64_t first, int64_t start, int64_t num_rows,
                                   const typename Step::Column* panel, int64_t num_steps, int64_t chunks, float* sums,
                                   bool is_first, Ahead ahead) {
-  alignas(64) float wide[kTileRows * kWideValues];
+  alignas(64) float wide[kTileRows * kMost];
   for_tiles(0, num_rows, [&](int64_t row, int64_t rows) {
-    for (int64_t r = 0; r < rows; ++r) widen(x.at(first + row + r) + start, 2 * num_steps, wide + r * kWideValues);
+    for (int64_t r = 0; r < rows; ++r) widen(x.at(first + row + r) + start, 2 * num_steps, wide + r * kMost);
     for (int64_t r = row + rows; r < std::min(row + rows + kTileRows, num_rows); ++r) {
       const bf16* const next = x.at(first + r) + start;
       for (int64_t value = 0; value < 2 * num_steps; value += 32) fetch_near(next + value);
     }
-    multiply_tile_of<Step>(RowsBeside<float, kWideValues>{wide}, rows, panel, num_steps, chunks, sums + row * kPanelColumns,
+    multiply_tile_of<Step>(RowsBeside<float, kMost>{wide}, rows, panel, num_steps, chunks, sums + row * kPanelColumns,
                            is_first, ahead);
   });
 }
@@ -161,14 +162,16 @@ inline void multiply_strip_widened(const Rows<bf16>& x, int64_t first, int64_t n
     const Ahead ahead = next_part<WidePair<1>>(part, num_rows, num_steps, start + num_values == depth, pass);
     if (num_rows >= kWidenPanel) {
       widen_panel(part, num_steps, chunks, columns);
-      multiply_rows_widened<WidePanel>(x, first, start, num_rows, columns, num_steps, chunks, sums, start == 0, ahead);
+      multiply_rows_widened<WidePanel, kWideValues>(x, first, start, num_rows, columns, num_steps, chunks, sums, start == 0,
+                                                    ahead);
     } else {
-      multiply_rows_widened<WidePair<1>>(x, first, start, num_rows, part, num_steps, chunks, sums, start == 0, ahead);
+      multiply_rows_widened<WidePair<1>, kWideValues>(x, first, start, num_rows, part, num_steps, chunks, sums, start == 0,
+                                                      ahead);
     }
   });
 }
 
-constexpr int64_t kFp4Values = kWideValues;  // of a panel's columns that are unpacked at a time
+constexpr int64_t kFp4Values = 128;  // of a panel's columns that are unpacked at a time
 
 // Values [start, start + kFp4Values) of a panel in E2M1, or all up to the last group, as a panel in bfloat16 has them: a value
 // times its scale is rounded by nothing but the smallest numbers.
@@ -217,7 +220,8 @@ inline void multiply_strip_fp4(const Rows<bf16>& x, int64_t first, int64_t num_r
                     return multiply_rows<Pair>(at, num_rows, part, num_steps, chunks, sums, start == 0, ahead);
                   }
 #endif
-                  multiply_rows_widened<WidePair<1>>(x, first, start, num_rows, part, num_steps, chunks, sums, start == 0, ahead);
+                  multiply_rows_widened<WidePair<1>, kFp4Values>(x, first, start, num_rows, part, num_steps, chunks, sums,
+                                                                 start == 0, ahead);
                 });
 }
 

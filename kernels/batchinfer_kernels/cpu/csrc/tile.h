@@ -136,7 +136,7 @@ struct RowsApart {
     return own;
   }
 };
-// The same where the number is known: no register.
+// The same where the distance is a constant, which takes no register.
 template <class Row, int64_t kStride>
 struct RowsBeside {
   const Row* row;

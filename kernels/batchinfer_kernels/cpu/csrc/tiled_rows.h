@@ -121,7 +121,7 @@ inline int64_t rows_room([[maybe_unused]] const Weight& weight) {
   if (std::is_same_v<Source, ByteRows> && weight.kind == WeightKind::kInt8) return int64_t{256} << 10;
   return int64_t{is_whole<Source>(weight) ? 512 : 1024} << 10;
 #else
-  return int64_t{256} << 10;
+  return int64_t{kTurnsWithin ? 384 : 256} << 10;
 #endif
 }
 

@@ -1,6 +1,6 @@
-// Products in 8 bits where bytes are multiplied as words of 16 bits: rows and columns are taken apart once in memory, not at
-// every step. For each part of fours (lanes_avx2.h) all words of a row stand one after the other, those of 16 columns side by
-// side.
+// Products in 8 bits on processors that multiply pairs of 16-bit words: the bytes of rows and columns are widened to words in
+// memory once for a tile, not in registers at every step. Of each part of fours (lanes_avx2.h) the words of a row stand one
+// after the other, those of 16 columns side by side.
 
 #pragma once
 
@@ -12,9 +12,9 @@
 
 namespace batchinfer {
 
-constexpr int64_t kWordSteps = kBlock / 4;  // that are taken apart at a time
+constexpr int64_t kWordSteps = kBlock / 4;  // fours of bytes that are widened at a time
 constexpr int64_t kRowWords = kFourParts * kWordSteps;
-constexpr int64_t kWordRows = 12;  // for which it is worth it to take columns apart in memory, too
+constexpr int64_t kWordRows = 12;           // for which it is worth it to widen columns in memory, too
 
 // Groups of 16 columns as a panel has them, and as words.
 struct ColumnBytes {
@@ -79,7 +79,7 @@ inline void columns_to_words(const int8_t* values, int64_t num_steps, int64_t ch
 template <class BytesOf, class Multiply>
 inline void for_word_tiles(int64_t num_rows, BytesOf bytes_of, const int8_t* values, int64_t num_steps, int64_t chunks,
                            Multiply multiply) {
-  alignas(64) int32_t words[kTileRows * kRowWords], apart[kRowWords * kPanelColumns];
+  alignas(64) int32_t words[kTileRows * kRowWords], wide[kRowWords * kPanelColumns];
   const auto tiles = [&](auto columns) {
     using Columns = decltype(columns);
     for_tiles(0, num_rows, [&](int64_t row, int64_t rows) {
@@ -96,8 +96,8 @@ inline void for_word_tiles(int64_t num_rows, BytesOf bytes_of, const int8_t* val
     });
   };
   if (num_rows < kWordRows) return tiles(ColumnBytes{values});
-  columns_to_words(values, num_steps, chunks, apart);
-  tiles(ColumnWords{apart});
+  columns_to_words(values, num_steps, chunks, wide);
+  tiles(ColumnWords{wide});
 }
 
 }  // namespace batchinfer
