@@ -16,7 +16,7 @@ import os
 import sys
 import tarfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 # Triton's steps on the way to a kernel: larger than all else together, and nothing reads them again.
 _LEFT_OUT = {".ttir", ".ttgir", ".llir", ".ptx", ".source"}
@@ -61,12 +61,24 @@ def unpack(archive: Path, results: Path) -> None:
     partial = results.with_name(results.name + ".partial")
     try:
         with tarfile.open(archive, "r:*") as file:
-            file.extractall(partial, filter="data")
+            _extract(file, partial)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ParcelError(f"{archive} cannot be unpacked ({error})") from error
     os.replace(partial, results)
     for path in (results / _TRITON).glob("*/__grp__*"):
         _move_group(path.resolve())
+
+
+def _extract(file: tarfile.TarFile, folder: Path) -> None:
+    """Write the archive's files into a folder."""
+    members = file.getmembers()
+    for member in members:
+        inside = PurePosixPath(member.name)
+        if not member.isreg() or inside.is_absolute() or ".." in inside.parts:
+            raise tarfile.ReadError(f"{member.name} is outside the folder, or is no plain file")
+    if hasattr(tarfile, "data_filter"):  # since Python 3.11.4; it also takes away rights that others gave
+        file.extraction_filter = tarfile.data_filter
+    file.extractall(folder, members)
 
 
 def _move_group(path: Path) -> None:

@@ -188,10 +188,15 @@ def test_archives_that_cannot_be_used_are_named(tmp_path, capsys):
     (tmp_path / "no.tar.xz").write_text("no archive")
     with tarfile.open(tmp_path / "outside.tar.xz", "w:xz") as file:
         file.addfile(tarfile.TarInfo("../outside"), io.BytesIO())
+    with tarfile.open(tmp_path / "link.tar.xz", "w:xz") as file:
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+        file.addfile(link)
     (tmp_path / "there").mkdir()
     for arguments, sentence in (
         (["unpack", "no.tar.xz", "new"], "no.tar.xz cannot be unpacked"),
         (["unpack", "outside.tar.xz", "new"], "outside.tar.xz cannot be unpacked"),
+        (["unpack", "link.tar.xz", "other"], "link.tar.xz cannot be unpacked"),
         (["unpack", "no.tar.xz", "there"], "there is there already"),
         (["pack", "missing", "new.tar.xz"], "there is no folder"),
         (["send"], "usage:"),
