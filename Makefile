@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PEERS  := $(VENV)-peers
 OPENVINO := $(VENV)-openvino
 
-.PHONY: demo check test test-system test-rest test-all mutants chaos bench bench-overlap bench-peers bench-llama bench-openvino lint format lock clean
+.PHONY: demo check test test-system test-rest test-all mutants sanitize chaos bench bench-overlap bench-peers bench-llama bench-openvino lint format lock clean
 
 # Torch comes first and pinned, so that nothing pulls in another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -62,6 +62,10 @@ COUNT ?= 40
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/support/mutants.py $(ROOM) --count $(COUNT)
+
+# The C++ operations with GCC's sanitizers: reads and writes outside of memory, undefined behaviour.
+sanitize: $(VENV)/.installed-dev
+	$(BIN)/python tests/support/sanitized.py
 
 # Slower than `make test-all`: ranks, controllers and finish disturbed at random moments, 200 times and more; a real Slurm.
 chaos: $(VENV)/.installed-dev
