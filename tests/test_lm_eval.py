@@ -379,7 +379,7 @@ def test_an_interrupted_job_is_one_sentence_and_is_kept(tmp_path, is_sent_to_all
     assert "Traceback" not in said
     *_, last = said.splitlines()
     assert last == "stopped by SIGINT; the same command goes on if --model_args has a work_dir, else it begins again"
-    assert said.count("stopped by") == 2  # by the job, too: it was not killed
+    assert said.count("run the same command to go on") == 1  # so says the job, loading or computing: it was not killed
     (run,) = tmp_path.glob("*/run")
     with pytest.raises(ProcessLookupError):  # no process of the job is left
         os.killpg(ran.pid, 0)
