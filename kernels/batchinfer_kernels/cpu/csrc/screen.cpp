@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cfloat>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -62,7 +63,9 @@ void screen_chunk(const uint8_t* chunk, const Weight& weight, int8_t* values, fl
   store(of_columns[2], sum);
   store(columns + Screen::kScale * kPanelColumns, scale);
   for (int64_t column = 0; column < 16; ++column) {
-    const int32_t start = -128 * static_cast<int32_t>(of_columns[2][column]);
+    // a column that is not finite has no bound that is, and no head with it is screened
+    const float whole_sum = std::isfinite(of_columns[2][column]) ? of_columns[2][column] : 0.0f;
+    const int32_t start = -128 * static_cast<int32_t>(whole_sum);
     columns[Screen::kNorm * kPanelColumns + column] = norm_above(of_columns[0][column], weight.depth);
     columns[Screen::kError * kPanelColumns + column] = norm_above(of_columns[1][column], weight.depth);
     std::memcpy(columns + Screen::kStart * kPanelColumns + column, &start, sizeof(start));
