@@ -76,7 +76,7 @@ def _extract(file: tarfile.TarFile, folder: Path) -> None:
         inside = PurePosixPath(member.name)
         if not member.isreg() or inside.is_absolute() or ".." in inside.parts:
             raise tarfile.ReadError(f"{member.name} is outside the folder, or is no plain file")
-    if hasattr(tarfile, "data_filter"):  # since Python 3.11.4; it also takes away rights that others gave
+    if hasattr(tarfile, "data_filter"):  # since Python 3.11.4; it also removes rights to write of other users
         file.extraction_filter = tarfile.data_filter
     file.extractall(folder, members)
 

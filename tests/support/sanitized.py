@@ -8,6 +8,7 @@ The operations are compiled for this processor, into a cache folder that is dele
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ OPERATIONS = (
     "test_cpu_rows", "test_cpu_kernels", "test_cpu_layers", "test_expert_forms", "test_gqa", "test_compressed",
     "test_sparse", "test_int4", "test_fp8_pages", "test_hyper_streams", "test_screened", "test_threads",
 )  # fmt: skip
-# Words of other widths are read at any address on purpose. Optimised as usual, compiling takes a quarter of an hour.
+# Vectors are loaded from any address on purpose. With -O3 compiling takes several times as long as with -O1.
 COMPILER = """#!/bin/sh
 unset LD_PRELOAD
 exec g++ "$@" -O1 -g1 -fsanitize=address,undefined -fno-sanitize=alignment,vptr -fno-sanitize-recover=undefined
@@ -29,6 +30,8 @@ OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0", "UBSAN_OPTIO
 
 def main(arguments: list[str]) -> int:
     """Compile the operations, run the tests and return pytest's exit code."""
+    if shutil.which("g++") is None:
+        sys.exit("the sanitizers are GCC's, and there is no g++ here; install it")
     files = [str(TESTS / "kernels" / f"{name}.py") for name in OPERATIONS]
     with tempfile.TemporaryDirectory(prefix="batchinfer-sanitized-") as scratch:
         compiler = Path(scratch) / "compiler"
@@ -36,19 +39,25 @@ def main(arguments: list[str]) -> int:
         compiler.chmod(0o700)
         env = {**os.environ, **OPTIONS, "XDG_CACHE_HOME": scratch, "CXX": str(compiler)}
         making = "from batchinfer_kernels.cpu.build import library; print(library())"
-        made = subprocess.run([sys.executable, "-c", making], env=env, stdout=subprocess.PIPE, text=True, check=True)
+        made = subprocess.run([sys.executable, "-c", making], env=env, stdout=subprocess.PIPE, text=True, check=False)
+        if made.returncode:
+            sys.exit("the operations cannot be compiled with sanitizers; the reason stands above")
         for call in (b"__asan_report", b"__ubsan_handle"):
             if call not in Path(made.stdout.strip()).read_bytes():
                 sys.exit(f"the compiled operations do not call {call.decode()}")
-        # before all other libraries, as both take the place of some of their functions
+        # before all other libraries, some of whose functions both replace
         found = [_library(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
         tests = [sys.executable, "-m", "pytest", "-m", "not slow", "-n", "2", *files, *arguments]
         return subprocess.run(tests, env={**env, "LD_PRELOAD": ":".join(found)}, check=False).returncode
 
 
 def _library(name: str) -> str:
+    """Return the path of one of GCC's libraries."""
     asked = ["g++", f"-print-file-name={name}"]
-    return subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    found = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    if not Path(found).is_absolute():  # g++ prints the name of a library that it does not have
+        sys.exit(f"g++ has no {name}; install the sanitizers of this GCC")
+    return found
 
 
 if __name__ == "__main__":
