@@ -11,6 +11,7 @@ import click
 
 from batchinfer.commands.options import run_argument
 from batchinfer.commands.reports import print_rows, read_sql
+from batchinfer.sanitize import count_text
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
@@ -150,7 +151,8 @@ def _without_middle(text: str) -> str:
 
 
 def _tell_done(status: Status) -> None:
-    click.echo(f"{status.activity}: {status.requests_done:,} of {status.requests:,} requests are answered", err=True)
+    requests, are = count_text(status.requests, "request"), "is" if status.requests_done == 1 else "are"
+    click.echo(f"{status.activity}: {status.requests_done:,} of {requests} {are} answered", err=True)
 
 
 def _line(row_id: str, status: str, finish_reason: str, text: str) -> str:

@@ -208,7 +208,7 @@ def test_retry_computes_failed_rows_and_no_others(reference, planned, finished):
     again = batchinfer("retry", planned)
     assert again.code == 0
     assert "3 failed requests in 3 units" in again.out
-    assert "1 rows are bad in the input" in again.out
+    assert "1 row is bad in the input" in again.out
     found = status(planned)
     assert (found["requests_failed"], found["requests_done"], found["units_waiting"]) == (0, 24, 3)
     assert found["activity"] == "interrupted"
@@ -233,7 +233,7 @@ def test_retry_leaves_units_alone_that_somebody_works_on(planned):
     with UnitClaims(FolderStorage(run)) as claims:
         assert claims.try_claim(unit) is not None
         assert "1 more units" in batchinfer("retry", planned).out
-    assert "1 failed requests in 1 units" in batchinfer("retry", planned).out
+    assert "1 failed request in 1 unit is to be computed again" in batchinfer("retry", planned).out
 
 
 @pytest.mark.all  # make test: retry computes failed rows, above
