@@ -198,7 +198,7 @@ def write_question(folder: Path, question: str, model: Path, max_tokens: int, da
 
 def _typed_shards(files: list[str]) -> list[Shard]:
     """Return the shards. Files of lines are read twice: first for the columns' names, then for all types."""
-    shards = find_shards(files)
+    shards = find_shards(files, key="DATA")
     of_lines = [shard for shard in shards if shard.problem is None and is_of_lines(shard.format)]
     names = {name for shard in of_lines for name in shard_schema(shard).names}
     return with_types(shards, dict.fromkeys(names, "kept")) if names else shards
