@@ -53,7 +53,7 @@ def _rows(report: Report, width: int) -> Iterator[Text]:
     reasons = [f"{forms.count(num_rows):>{digits}} x {error}" for error, num_rows in report.errors]
     yield from _first("errors", reasons, report.num_error_texts, "reason", width)
     shards = [f"{path}: {problem}" for path, problem in report.unreadable_shards]
-    yield from _first("no outputs", shards, len(shards), "shard", width)
+    yield from _first("no output", shards, len(shards), "shard", width)
 
 
 def _figures(report: Report) -> Iterator[Text]:
