@@ -7,7 +7,7 @@ from pathlib import Path
 
 import duckdb
 
-from batchinfer.data.duckdb_sql import literal, read_parquet
+from batchinfer.data.duckdb_sql import file_error, literal, read_parquet
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.finish.long_answers import LongAnswers, all_rows
 from batchinfer.host_info import free_memory_bytes
@@ -53,9 +53,9 @@ def open_database(
                 f"cannot {command} {run.shown}: its rows are too wide to be sorted in {limit}; repeat "
                 f"`batchinfer {command} {run.shown}` where more memory is free: it takes a quarter of that"
             ) from None
+        reason = first_line(file_error(error) or error)
         raise ConfigError(
-            f"cannot {command} {run.shown}: {first_line(error)}; free space, or use another output.dir if a file is "
-            "damaged"
+            f"cannot {command} {run.shown}: {reason}; free space, or use another output.dir if a file is damaged"
         ) from None
 
 
