@@ -30,7 +30,7 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
 
     if watch and as_json:
         raise click.UsageError("--json is one document; leave --watch out")
-    run, config = planned_run(target, (), may_be_planning=True)
+    run, config = planned_run(target, (), may_be_planning=True, any_version=True)
     reader = StatusReader(run, storage_of(config))
     if watch:
         watch_status(reader, click.echo)
@@ -48,7 +48,7 @@ def cancel(target: Path) -> None:
     from batchinfer.run.store.open import storage_of
     from batchinfer.submit.launcher import launchers_of
 
-    run, config = planned_run(target, (), "sent")
+    run, config = planned_run(target, (), "sent", any_version=True)
     storage = storage_of(config)
     ended = [name for launcher in launchers_of(run) for name in launcher.cancel(storage)]
     put_sent(storage)

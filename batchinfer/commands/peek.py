@@ -53,7 +53,7 @@ def peek(target: Path, sql: str | None, as_json: bool, follow: bool, with_prompt
         raise click.UsageError("--follow prints lines as they come; leave --sql and --json out")
     if with_prompts and (follow or sql is not None):
         raise click.UsageError("--prompts shows the latest answers; leave --follow and --sql out")
-    run, config = planned_run(target, (), may_be_planning=True)
+    run, config = planned_run(target, (), may_be_planning=True, any_version=True)
     storage = storage_of(config)
     storage.fetch("state", "tokens")
     reader = StatusReader(run, storage)
