@@ -37,7 +37,7 @@ from batchinfer.data.text_loss import load_checked_tokenizer
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
-from batchinfer.sanitize import clip, sanitize
+from batchinfer.sanitize import clip, count_text, sanitize
 
 MOST_CHOICES = 64  # of one row; further choices of the same context go to more rows
 _TOKEN_IDS = pa.list_(pa.int32())
@@ -234,7 +234,8 @@ def _template_variables(parts: Parts) -> dict[str, Any]:
 
 def _note_cut(num_cut: int, max_length: int) -> None:
     if num_cut:
-        note(f"warning: {num_cut:,} contexts are cut at their beginning to fit max_length = {max_length:,}")
+        are_cut = "is cut at its beginning" if num_cut == 1 else "are cut at their beginning"
+        note(f"warning: {count_text(num_cut, 'context')} {are_cut} to fit max_length = {max_length:,}")
 
 
 def _answers(rows: list[dict[str, Any]]) -> list[str]:

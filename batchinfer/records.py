@@ -99,7 +99,8 @@ class PeerLostError(BatchinferError):
     @classmethod
     def not_connected(cls, missing: int, timeout_s: float, error: Exception) -> "PeerLostError":
         """Return the error for ranks that did not connect in time."""
-        return cls(f"{missing} ranks of the group did not connect within {timeout_s:g} s: {error}")
+        ranks = "1 rank" if missing == 1 else f"{missing} ranks"
+        return cls(f"{ranks} of the group did not connect within {timeout_s:g} s: {error}")
 
 
 class GroupEndedError(BatchinferError):

@@ -8,6 +8,7 @@ from typing import Any
 
 from batchinfer.checked_json import read_json
 from batchinfer.records import InputError, Shard
+from batchinfer.sanitize import count_text
 
 LINE_FILES = {"parquet": (), "jsonl": (".jsonl",), "openai": (".jsonl", ".errors.jsonl")}  # by output.format
 CLAIM = "claim.json"  # in the folder of a claim
@@ -245,7 +246,8 @@ def check_no_bad_rows(run: RunDir) -> None:
     if unreadable or num_bad:
         named = f" ({unreadable[0]})" if unreadable else ""
         raise InputError(
-            f"the plan in {run.root} holds {num_bad} bad rows and {len(unreadable)} unreadable shards{named}; "
+            f"the plan in {run.root} holds {count_text(num_bad, 'bad row')} and "
+            f"{count_text(len(unreadable), 'unreadable shard')}{named}; "
             "correct the input and plan into another output.dir, or go on without --strict"
         )
 

@@ -66,6 +66,11 @@ def clip(text: str) -> str:
     return f"{text[: MAX_CHARS - end]} … ({len(text)} characters) … {text[-end:]}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 row`, `2,000 rows`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def size_text(num_bytes: int) -> str:
     """Return a number of bytes in the decimal unit that fits: `512 bytes`, `3.4 MB`."""
     value, unit = float(num_bytes), "bytes"

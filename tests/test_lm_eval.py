@@ -223,7 +223,7 @@ def test_cut_contexts_are_told(ours, capsys):
     ours.generate_until([request("generate_until", context, few) for context in (long, short, long + short)])
     assert "warning: 2 contexts are cut at their beginning to fit max_length = 2,047" in capsys.readouterr().err
     ours.loglikelihood([request("loglikelihood", long, " end")], disable_tqdm=True)
-    assert "warning: 1 contexts are cut" in capsys.readouterr().err
+    assert "warning: 1 context is cut at its beginning" in capsys.readouterr().err
 
 
 @pytest.mark.all  # make test: figures of tasks, above

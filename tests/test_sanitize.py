@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from batchinfer.sanitize import MAX_CHARS, first_line, size_text
+from batchinfer.sanitize import MAX_CHARS, count_text, first_line, size_text
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,8 @@ def test_of_a_long_error_both_ends_are_told():
 )
 def test_sizes_have_the_unit_that_fits(num_bytes, text):
     assert size_text(num_bytes) == text
+
+
+def test_one_of_a_thing_has_a_noun_in_the_singular():
+    counts = [count_text(count, "bad row") for count in (0, 1, 2, 12_345)]
+    assert counts == ["0 bad rows", "1 bad row", "2 bad rows", "12,345 bad rows"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from batchinfer.commands.options import json_option, run_argument
+from batchinfer.sanitize import count_text
 
 
 @click.command()
@@ -29,7 +30,7 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
 
     if watch and as_json:
         raise click.UsageError("--json is one document; leave --watch out")
-    run, config = planned_run(target, (), may_be_planning=True)
+    run, config = planned_run(target, (), may_be_planning=True, any_version=True)
     reader = StatusReader(run, storage_of(config))
     if watch:
         watch_status(reader, click.echo)
@@ -47,7 +48,7 @@ def cancel(target: Path) -> None:
     from batchinfer.run.store.open import storage_of
     from batchinfer.submit.launcher import launchers_of
 
-    run, config = planned_run(target, (), "sent")
+    run, config = planned_run(target, (), "sent", any_version=True)
     storage = storage_of(config)
     ended = [name for launcher in launchers_of(run) for name in launcher.cancel(storage)]
     put_sent(storage)
@@ -77,15 +78,19 @@ def retry(target: Path, array: str | None) -> None:
     if size is not None and not size.tasks:
         raise click.UsageError("--array 0 would submit nothing; leave it out to start `batchinfer work` yourself")
     found = retry_failed(storage)
-    click.echo(f"{found.num_requests:,} failed requests in {found.num_units:,} units are to be computed again")
+    failed, units = count_text(found.num_requests, "failed request"), count_text(found.num_units, "unit")
+    click.echo(f"{failed} in {units} {'is' if found.num_requests == 1 else 'are'} to be computed again")
     if found.num_held:
-        click.echo(f"{found.num_held:,} more units with failed requests are being worked on; retry again afterwards")
+        held = f"{count_text(found.num_held, 'more unit')} with failed requests"
+        click.echo(f"{held} {'is' if found.num_held == 1 else 'are'} being worked on; retry again afterwards")
     if found.num_bad_rows:
-        click.echo(f"{found.num_bad_rows:,} rows are bad in the input; a retry cannot help")
+        is_bad = f"{count_text(found.num_bad_rows, 'row')} {'is' if found.num_bad_rows == 1 else 'are'} bad"
+        click.echo(f"{is_bad} in the input; a retry cannot help")
     if not found.num_open_units:
         click.echo("all units are done")
     elif size is None:
-        click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.shown}`, then `batchinfer finish`")
+        is_open = f"{count_text(found.num_open_units, 'unit')} {'is' if found.num_open_units == 1 else 'are'} open"
+        click.echo(f"{is_open}: `batchinfer work {run.shown}`, then `batchinfer finish`")
     else:
         text = launcher.submit_again(storage, size)
         put_sent(storage)

@@ -30,7 +30,7 @@ from batchinfer.commands.options import (
 )
 from batchinfer.commands.reports import print_end, print_report
 from batchinfer.records import ExitCode, RunBusyError
-from batchinfer.sanitize import sanitize
+from batchinfer.sanitize import count_text, sanitize
 from batchinfer.stop_signals import StopSignal
 from batchinfer.verbosity import is_quiet, is_verbose
 
@@ -239,7 +239,7 @@ def verify(target: Path, as_json: bool) -> None:
     else:
         for damaged in found.damaged:
             click.echo(sanitize(f"{damaged.file}: {damaged.reason}; {damaged.remedy}"))
-        click.echo(f"{found.files:,} files checked, {len(found.damaged):,} of them damaged")
+        click.echo(f"{count_text(found.files, 'file')} checked, {len(found.damaged):,} of them damaged")
     sys.exit(ExitCode.ROW_ERRORS if found.damaged else ExitCode.OK)
 
 
@@ -337,9 +337,9 @@ def _show_prompt(config: JobConfig, row: str, tokenizer: TokenizerProcess | None
     from batchinfer.plan.show_prompt import show_prompt
 
     found = show_prompt(config, row, tokenizer=tokenizer)
-    click.echo(sanitize(f"{found.where}: {found.num_tokens:,} tokens\n\n{found.text}"))
+    click.echo(sanitize(f"{found.where}: {count_text(found.num_tokens, 'token')}\n\n{found.text}"))
     for number, (num_tokens, text) in enumerate(found.choices):
-        click.echo(sanitize(f"\nchoice {number}: {num_tokens:,} tokens\n{text}"))
+        click.echo(sanitize(f"\nchoice {number}: {count_text(num_tokens, 'token')}\n{text}"))
 
 
 def plan_here(
@@ -437,12 +437,15 @@ def _finish(
 def _note_finished(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> None:
     from batchinfer.progress import note
 
-    lines = [f"{result.num_rows:,} rows in {run_dir.shown}/outputs, {result.num_errors:,} of them error rows"]
+    what = "an error row" if result.num_errors == 1 else "error rows"
+    rows = count_text(result.num_rows, "row")
+    lines = [f"{rows} in {run_dir.shown}/outputs, {result.num_errors:,} of them {what}"]
     if result.commonest_error is not None:
         share = f"{result.num_commonest:,} of {result.num_errors:,}"
         lines.append(f"the most frequent reason ({share}): {result.commonest_error}")
     if result.num_missing:
-        lines.append(f"partial: {result.num_missing:,} requests were not computed")
+        were = "was" if result.num_missing == 1 else "were"
+        lines.append(f"partial: {count_text(result.num_missing, 'request')} {were} not computed")
     if config.output.push is not None:
         lines.append(f"outputs as a Hugging Face dataset: {run_dir.shown}/dataset; name the licence in its README.md")
     lines += [f"no outputs for {path}: it could not be read" for path in result.unreadable]

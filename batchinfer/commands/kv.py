@@ -8,6 +8,7 @@ import click
 
 from batchinfer.commands.options import json_option
 from batchinfer.records import ExitCode
+from batchinfer.sanitize import count_text
 
 
 @click.group()
@@ -48,7 +49,7 @@ def kv_verify(target: Path, as_json: bool) -> None:
     else:
         for damaged in found["damaged"]:
             click.echo(f"{damaged['file']}: {damaged['reason']}")
-        click.echo(f"{found['files']:,} files checked, {len(found['damaged'])} of them damaged")
+        click.echo(f"{count_text(found['files'], 'file')} checked, {len(found['damaged'])} of them damaged")
     sys.exit(ExitCode.ROW_ERRORS if found["damaged"] else ExitCode.OK)
 
 
@@ -68,7 +69,7 @@ def kv_gc(target: Path, max_bytes: str | None, as_json: bool) -> None:
         click.echo(json.dumps(found, indent=1))
     else:
         click.echo(
-            f"{found['evicted_files']:,} files with {found['evicted_bytes']:,} bytes evicted; "
+            f"{count_text(found['evicted_files'], 'file')} with {count_text(found['evicted_bytes'], 'byte')} evicted; "
             f"the store has {found['bytes_after']:,} bytes now"
         )
 

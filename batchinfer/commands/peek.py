@@ -11,6 +11,7 @@ import click
 
 from batchinfer.commands.options import run_argument
 from batchinfer.commands.reports import print_rows, read_sql
+from batchinfer.sanitize import count_text
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
@@ -52,7 +53,7 @@ def peek(target: Path, sql: str | None, as_json: bool, follow: bool, with_prompt
         raise click.UsageError("--follow prints lines as they come; leave --sql and --json out")
     if with_prompts and (follow or sql is not None):
         raise click.UsageError("--prompts shows the latest answers; leave --follow and --sql out")
-    run, config = planned_run(target, (), may_be_planning=True)
+    run, config = planned_run(target, (), may_be_planning=True, any_version=True)
     storage = storage_of(config)
     storage.fetch("state", "tokens")
     reader = StatusReader(run, storage)
@@ -150,7 +151,8 @@ def _without_middle(text: str) -> str:
 
 
 def _tell_done(status: Status) -> None:
-    click.echo(f"{status.activity}: {status.requests_done:,} of {status.requests:,} requests are answered", err=True)
+    requests, are = count_text(status.requests, "request"), "is" if status.requests_done == 1 else "are"
+    click.echo(f"{status.activity}: {status.requests_done:,} of {requests} {are} answered", err=True)
 
 
 def _line(row_id: str, status: str, finish_reason: str, text: str) -> str:

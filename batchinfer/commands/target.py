@@ -12,6 +12,7 @@ import click
 
 from batchinfer.commands.jobs import plan_here
 from batchinfer.commands.options import EarlierRuns, alone
+from batchinfer.sanitize import count_text
 from batchinfer.stop_signals import StopSignal
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _expected_lines(run: RunDir, job: JobConfig, tasks: int, nodes: int) -> list
     from batchinfer.progress import duration
     from batchinfer.rundir import read_state
 
-    kind = f"{_many(tasks, 'task')} of {_many(nodes, 'node')}"
+    kind = f"{count_text(tasks, 'task')} of {count_text(nodes, 'node')}"
     if not run.run_json.exists() or (state := read_state(run))["state"] == "planning":
         return [f"{kind}; hours and cost are known when there is a plan: `batchinfer plan` first"]
     num_units, work_s = state["counts"]["units"], state["counts"]["work_s"]
@@ -100,7 +101,7 @@ def _expected_lines(run: RunDir, job: JobConfig, tasks: int, nodes: int) -> list
     if work_s is None:
         later = "; cluster.gpu counts when a plan is made, and this one was made without" if job.cluster.gpu else ""
         unknown = f"hours and cost are not known: plan with --learn-from and a finished run, or name cluster.gpu{later}"
-        return [f"{kind} for {_many(num_units, 'unit')}; {unknown}", *warning]
+        return [f"{kind} for {count_text(num_units, 'unit')}; {unknown}", *warning]
     hours, num_ranks, price = work_s / 3600, job.cluster.num_ranks, job.pricing.gpu_hour
     at_once = max(1, min(tasks, num_units))
     cost = "" if price is None else f", {hours * num_ranks * price:,.2f} $"
@@ -108,8 +109,4 @@ def _expected_lines(run: RunDir, job: JobConfig, tasks: int, nodes: int) -> list
         f"{hours:,.2f} task-hours by the plan, {duration(work_s / at_once)} with all tasks working",
         f"{hours * num_ranks:,.2f} accelerator-hours{cost} in all",
     )
-    return [f"{kind} for {_many(num_units, 'unit')}: {', '.join(figures)}", *warning]
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return [f"{kind} for {count_text(num_units, 'unit')}: {', '.join(figures)}", *warning]

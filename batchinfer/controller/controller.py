@@ -26,6 +26,7 @@ from batchinfer.protocol.messages import (
     Steps,
     StoreCounts,
 )
+from batchinfer.sanitize import count_text
 from batchinfer.stop_signals import StopSignal
 
 WAIT_S = 0.2  # between attempts to claim a unit
@@ -124,4 +125,6 @@ class Controller:
         if given_up is not None:
             self.reports.give_up(given_up)
         self.reports.commit(after_s=self.commit_s)
-        note(f"warning: {death}; starting the ranks again, {self.units.num_unfinished:,} requests go on")
+        left = self.units.num_unfinished
+        goes_on = f"{count_text(left, 'request')} {'goes' if left == 1 else 'go'} on"
+        note(f"warning: {death}; starting the ranks again, {goes_on}")

@@ -8,6 +8,7 @@ from batchinfer.run.quarantine import set_aside
 from batchinfer.run.units.claims import counted_files, done_mark, last_claim
 from batchinfer.run.units.result_files import result_keys, sound_local_files
 from batchinfer.rundir import RunDir
+from batchinfer.sanitize import count_text
 
 
 def keep_same_units(run: RunDir, manifest: Manifest) -> None:
@@ -22,7 +23,8 @@ def keep_same_units(run: RunDir, manifest: Manifest) -> None:
     planned = _planned_keys(run, manifest)
     folders = sorted(folder for folder in run.unit_folders.glob("*") if folder.name.isdecimal())
     kept = sum(_is_same(run, int(folder.name), planned.get(int(folder.name), set())) for folder in folders)
-    note(f"{kept:,} of {len(folders):,} units that were begun have the same rows as before and keep their results")
+    keep = "has the same rows as before and keeps its" if kept == 1 else "have the same rows as before and keep their"
+    note(f"{kept:,} of {count_text(len(folders), 'unit')} that had begun {keep} results")
 
 
 def _is_same(run: RunDir, unit: int, planned: set[RequestKey]) -> bool:

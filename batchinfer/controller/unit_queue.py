@@ -15,6 +15,7 @@ from batchinfer.progress import note
 from batchinfer.records import Request
 from batchinfer.run.units.claims import Claim, UnitClaims
 from batchinfer.run.units.result_files import is_reused, memory_tokens
+from batchinfer.sanitize import count_text
 
 _CHECK_RUN_S = 1.0
 
@@ -94,7 +95,8 @@ class UnitQueue:
         for unit in self.units.take_done_elsewhere():
             self.progress.done_elsewhere(unit)
         if self.units.is_waiting and not self._has_noted_waiting:
-            note(f"{self.units.num_open} units are held by other controllers; waiting for them")
+            are = "is" if self.units.num_open == 1 else "are"
+            note(f"{count_text(self.units.num_open, 'unit')} {are} held by other controllers; waiting for them")
             self._has_noted_waiting = True
         return False
 

@@ -47,6 +47,7 @@ from batchinfer.run.units.claims import UnitClaims
 from batchinfer.run.units.damage import reopen_damaged_units
 from batchinfer.run.units.reused import REUSED, rows_to_compute
 from batchinfer.rundir import RunDir, read_state, shards_of_state
+from batchinfer.sanitize import count_text
 from batchinfer.stop_signals import StopSignal
 
 
@@ -104,8 +105,9 @@ def work_on(
         progress.sweeps = sweeps
         _controller(run, manifest, job, session, stop, tracer, ranks, claims, units, progress).run()
     if stop.requested:
+        are = "is" if progress.rows_done == 1 else "are"
         raise InterruptedRunError(
-            f"stopped; {progress.rows_done:,} of {progress.rows:,} rows are done and kept; "
+            f"stopped; {progress.rows_done:,} of {count_text(progress.rows, 'row')} {are} done and kept; "
             "run the same command to go on"
         )
 

@@ -25,6 +25,7 @@ from batchinfer.progress import Bar, Count, Meter, duration
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import PHASES, Completion
 from batchinfer.run.units.planned_tokens import planned_tokens
+from batchinfer.sanitize import count_text
 
 SPEED_S = 5.0  # window of the displayed speed
 
@@ -242,7 +243,7 @@ class WorkProgress(Meter):
     def line(self) -> str:
         done, total = self.rows_done, self.rows
         if self._phase is None and not self.has_counted:
-            return f"to come: at most {total - done:,} rows{self._left()}"
+            return f"to come: at most {count_text(total - done, 'row')}{self._left()}"
         rows = f"{done / total if total else 1.0:.0%}, {done:,} of {total:,} rows"
         parts = [f"{'waiting' if self._phase is None else 'computing'}: {rows}", *self._details()]
         return "; ".join(parts) + self._left()

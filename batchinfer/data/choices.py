@@ -16,6 +16,7 @@ from batchinfer.data.columns import ENCODED, is_text, list_lengths, token_lists
 from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.prompts import PromptLimits, RowBatch, bad_ids
 from batchinfer.data.tokenizer_process import CHOICE
+from batchinfer.sanitize import count_text
 
 
 @dataclass(slots=True)
@@ -78,7 +79,8 @@ class ChoiceChecks:
         for place in np.flatnonzero(lengths == 0).tolist():
             self._blame(batch, choices, place, "has no tokens")
         for place in np.flatnonzero(before + lengths > window).tolist():
-            sentence = f"has {lengths[place]} tokens, which with the prompt's {before[place]} are more than the window"
+            tokens = count_text(int(lengths[place]), "token")
+            sentence = f"has {tokens}, which with the prompt's {before[place]} are more than the window"
             self._blame(batch, choices, place, f"{sentence} of {window}")
         return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(choices.counts)]), pa.int32()), ids)
 

@@ -1,5 +1,7 @@
 """File names and texts in DuckDB's SQL, and the check for column types that DuckDB does not have."""
 
+import os
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -39,3 +41,9 @@ def refuse_unknown_types(kept: list[pa.Field]) -> None:
                     f"output.keep_columns names {field.name!r}, which is {field.type}, a type that output.format = "
                     "'jsonl' cannot write; convert it"
                 ) from None
+
+
+def file_error(error: Exception) -> OSError | None:
+    """Return the failed call to the file system behind an error of DuckDB; None for other errors and without a code."""
+    code = re.search(r'"errno":"?(\d+)', str(error))
+    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None

@@ -126,8 +126,8 @@ def _data_files(folder: str, names: Iterable[str], read: Callable[[str], bytes],
         others += (f"{below}{name}" for name in found if not is_saved and is_overlooked(name))
     if not files:
         raise ConfigError(
-            f"input.files names the folder {folder}, which holds no *.parquet, *.jsonl, *.ndjson, *.csv, *.tsv or "
-            f"*.arrow; write the files' names, as in {folder.rstrip('/')}/*.parquet"
+            f"the folder {folder} holds no *.parquet, *.jsonl, *.ndjson, *.csv, *.tsv or *.arrow; write the files' "
+            f"names, as in {folder.rstrip('/')}/*.parquet"
         )
     return sorted(files)
 

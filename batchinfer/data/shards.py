@@ -43,6 +43,7 @@ def find_shards(
     *,
     format: str | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
+    key: str = "input.files",
 ) -> list[Shard]:
     """List the input files with their rows counted; a file that cannot be read is listed with a `problem`.
 
@@ -52,12 +53,13 @@ def find_shards(
         exclude: the job's run folder, whose files are never input.
         format: input.format.
         roles: uses of columns (see values.column_roles); in files of lines, only these columns get types.
+        key: the setting or argument that has the patterns, for messages.
 
     Raises:
         ConfigError: a pattern matches no file, or two files would share one output file.
         StoreError: an object store does not answer, or refuses the request. A damaged object is listed with a problem.
     """
-    paths = _matching_files(patterns, exclude, s3)
+    paths = _matching_files(patterns, exclude, s3, key)
     names = _output_names(paths)
     found = [Shard(i, path, names[i], 0, "", 0, format=format_of(path, format)) for i, path in enumerate(paths)]
     return with_types(found, roles, s3)
@@ -143,7 +145,7 @@ def with_content(shard: Shard) -> Shard:
 # ---- names
 
 
-def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> list[str]:
+def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config, key: str) -> list[str]:
     own = os.path.realpath(exclude) if exclude is not None else None
     path_of_file: dict[str, str] = {}
     again: dict[str, None] = {}
@@ -159,24 +161,24 @@ def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> 
                 files = [file for file in found if not _is_below(file, own)]
                 if found and not files:
                     raise ConfigError(
-                        f"input.files: what matches {pattern} is in the run folder {exclude}; choose another output.dir"
+                        f"{key}: what matches {pattern} is in the run folder {exclude}; choose another output.dir"
                     )
             if not files:
-                raise ConfigError(f"input.files: no file matches {pattern}; correct the path")
+                raise ConfigError(f"{key}: no file matches {pattern}; correct the path")
             for file in sorted(files):
-                key = file if is_uri(file) else os.path.realpath(file)
-                if key in path_of_file:
-                    again[path_of_file[key]] = None
-                path_of_file.setdefault(key, file)
+                real = file if is_uri(file) else os.path.realpath(file)
+                if real in path_of_file:
+                    again[path_of_file[real]] = None
+                path_of_file.setdefault(real, file)
     finally:  # also if a pattern matches nothing else: perhaps the user wants the run folders' files
         if passed := sorted(run for run in runs if os.path.realpath(run) != own):
             one = f"{glob.escape(passed[0])}/outputs/*.parquet"
-            note(f"input.files skips run folders; name one to read it, as in {one}: {_named(passed)}")
+            note(f"{key} skips run folders; name one to read it, as in {one}: {_named(passed)}")
     # folders of an object store are named without a look inside: to list one could take an hour
     beside = folders_without_files(sorted(unread), path_of_file.values())
     if passed := [folder for folder in beside if is_uri(folder) or holds_data(folder)]:
         note(
-            "warning: input.files matches files and also folders, which are not read; name the folders to read them "
+            f"warning: {key} matches files and also folders, which are not read; name the folders to read them "
             f"too: {_named(passed)}"
         )
     read = set(path_of_file.values())
@@ -187,7 +189,7 @@ def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> 
         }
     )
     if again:
-        note(f"warning: input.files lists these files more than once; each is read once: {_named(list(again))}")
+        note(f"warning: {key} lists these files more than once; each is read once: {_named(list(again))}")
     return sorted(path_of_file.values())
 
 

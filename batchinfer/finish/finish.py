@@ -32,6 +32,7 @@ from batchinfer.run.units.counted import CountedUnit, counted_units, run_results
 from batchinfer.run.units.reused import REUSED
 from batchinfer.run.units.step_journal import keep_lost_steps
 from batchinfer.rundir import LINE_FILES, RunDir, output_files, read_state, shards_of_state
+from batchinfer.sanitize import count_text
 from batchinfer.whole_files import remove_leftovers
 
 
@@ -83,9 +84,8 @@ def _publish(run: RunDir, job: JobConfig, result: FinishedRun) -> None:
         where = f"the results are all in {run.outputs}: run `batchinfer finish {run.shown}` to publish them"
         error.args = (f"{error}; {where}",)  # the classes of errors have different constructors
         raise
-    note(
-        f"{num_objects:,} files put into {job.output.publish}" if num_objects else f"{job.output.publish} is up to date"
-    )
+    files = count_text(num_objects, "file")
+    note(f"{files} put into {job.output.publish}" if num_objects else f"{job.output.publish} is up to date")
 
 
 def _finish(run: RunDir, job: JobConfig, session: Session, *, allow_partial: bool) -> FinishedRun:
@@ -217,7 +217,8 @@ def wait_for_units(storage: Storage, session: Session) -> None:
     reported = None
     while left := len(wanted - set(storage.names(run.done_marks))):
         if left != reported:
-            note(f"waiting: {left:,} of {len(wanted):,} units are not done yet")
+            units, are = count_text(len(wanted), "unit"), "is" if left == 1 else "are"
+            note(f"waiting: {left:,} of {units} {are} not done yet")
             reported = left
         time.sleep(LOOK_S)
         session.check_run()

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import duckdb
 
-from batchinfer.data.duckdb_sql import literal, read_parquet
+from batchinfer.data.duckdb_sql import file_error, literal, read_parquet
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.finish.long_answers import LongAnswers, all_rows
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.records import ConfigError, IncompleteRunError, Shard
 from batchinfer.rundir import RunDir, replan_remedy
-from batchinfer.sanitize import first_line
+from batchinfer.sanitize import count_text, first_line
 
 SORT_BYTES = 1 << 30  # DuckDB's memory before it spills to the run folder, at least
 MOST_SORT_BYTES = 8 << 30  # ... and at most; between them a quarter of the free memory
@@ -53,9 +53,9 @@ def open_database(
                 f"cannot {command} {run.shown}: its rows are too wide to be sorted in {limit}; repeat "
                 f"`batchinfer {command} {run.shown}` where more memory is free: it takes a quarter of that"
             ) from None
+        reason = first_line(file_error(error) or error)
         raise ConfigError(
-            f"cannot {command} {run.shown}: {first_line(error)}; free space, or use another output.dir if a file is "
-            "damaged"
+            f"cannot {command} {run.shown}: {reason}; free space, or use another output.dir if a file is damaged"
         ) from None
 
 
@@ -90,7 +90,8 @@ def join_results(
     unplanned = _number(connection, "SELECT count(*) FROM results ANTI JOIN planned USING (shard, row, sample)")
     if surplus or unplanned:
         raise IncompleteRunError(
-            f"{surplus} results in {run.shown} are double and {unplanned} are of another plan; "
+            f"{count_text(surplus, 'result')} in {run.shown} {'is' if surplus == 1 else 'are'} double and {unplanned} "
+            f"{'is' if unplanned == 1 else 'are'} of another plan; "
             f"{replan_remedy(run.root)}"
         )
     target = run.finish_scratch / "delivered.parquet"
@@ -98,7 +99,8 @@ def join_results(
     connection.execute(f"CREATE VIEW delivered AS SELECT * FROM {read_parquet(target)}")
     if missing and not allow_partial:
         raise IncompleteRunError(
-            f"{missing} results are not in {run.shown}, although their units are marked done; {replan_remedy(run.root)}"
+            f"{count_text(missing, 'result')} {'is' if missing == 1 else 'are'} not in {run.shown}, although the "
+            f"units are marked done; {replan_remedy(run.root)}"
         )
     return missing
 

@@ -28,7 +28,7 @@ from batchinfer.kv_store.store_dir import (
 from batchinfer.ownership import check_folder, group_id, shared_with
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
-from batchinfer.sanitize import size_text
+from batchinfer.sanitize import count_text, size_text
 
 VERIFY_THREADS = 4
 _UNITS = {"": 1, "b": 1} | {
@@ -188,30 +188,34 @@ def find_block(store: StoreDir, text: str) -> Path:
 
 def format_description(found: dict[str, Any]) -> str:
     """Format the result of `describe_store` for people."""
+    blocks, files = count_text(found["blocks"], "block"), count_text(found["files"], "file")
     lines = [
         f"KV store {found['folder']}",
-        f"  {found['blocks']:,} blocks in {found['files']:,} files, {size_text(found['bytes'])}",
+        f"  {blocks} in {files}, {size_text(found['bytes'])}",
     ]
     if found["problem"] is not None:
         lines.append(f"  no run can use them: {found['problem']}")
     if found["quarantined_files"]:
-        lines.append(f"  quarantine: {found['quarantined_files']} files, {size_text(found['quarantined_bytes'])}")
+        lines.append(
+            f"  quarantine: {count_text(found['quarantined_files'], 'file')}, {size_text(found['quarantined_bytes'])}"
+        )
     for model in found["models"]:
         is_state = model.get("is_state", False)
         lines.append(
             f"  {model.get('model', '?')}  {model.get('dtype', '?')}, {model.get('numerics', '?')}, "
             f"{'states after ' if is_state else ''}blocks of {model.get('block_tokens', '?')} tokens: "
-            f"{model['blocks']:,} {'states' if is_state else 'blocks'}, {size_text(model['bytes'])}, "
+            f"{count_text(model['blocks'], 'state' if is_state else 'block')}, {size_text(model['bytes'])}, "
             f"last used {_when(model['last_use_s'])}"
         )
     lines.append(
-        f"  {len(found['sessions'])} sessions read {found['hit_tokens']:,} tokens ({size_text(found['hit_bytes'])}) "
+        f"  {count_text(len(found['sessions']), 'session')} read {count_text(found['hit_tokens'], 'token')} "
+        f"({size_text(found['hit_bytes'])}) "
         f"and wrote {found['written_tokens']:,} ({size_text(found['written_bytes'])})"
     )
     lines += [
-        f"    {_when(session['started_s'])}  {session['model']}: {session['hit_tokens']:,} tokens read, "
-        f"{session['written_tokens']:,} written, {session['dropped_blocks']:,} blocks dropped, "
-        f"{session['damaged_files']:,} files damaged"
+        f"    {_when(session['started_s'])}  {session['model']}: {count_text(session['hit_tokens'], 'token')} read, "
+        f"{session['written_tokens']:,} written, {count_text(session['dropped_blocks'], 'block')} dropped, "
+        f"{count_text(session['damaged_files'], 'file')} damaged"
         + (f"; {session['switched_off']}" if session.get("switched_off") else "")
         for session in found["sessions"][-10:]
     ]

@@ -14,6 +14,7 @@ from batchinfer.model.headers import TensorHeaders
 from batchinfer.model.integer_forms import PER_WORD, StoredPart
 from batchinfer.model.moe_config import SQRT_SOFTPLUS
 from batchinfer.records import ModelError
+from batchinfer.sanitize import count_text
 
 SCALE_SUFFIX = "_scale_inv"
 FP4_VALUES, FP4_SCALES = "_blocks", "_scales"  # of MXFP4
@@ -69,7 +70,7 @@ def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
         if checkpoint.info(name).shape != part.shape
     ]
     if wrong:
-        raise ModelError(f"{folder}: {len(wrong)} tensors with a wrong shape: {_listed(wrong)}.")
+        raise ModelError(f"{folder}: {count_text(len(wrong), 'tensor')} with a wrong shape: {_listed(wrong)}.")
     for name, part in expected.items():
         _check_format(checkpoint, config, name, part.formats)
     for name in scales:

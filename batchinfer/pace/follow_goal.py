@@ -13,6 +13,7 @@ from batchinfer.progress import note
 from batchinfer.records import IncompleteRunError, InterruptedRunError
 from batchinfer.run.store.interface import Storage, put_sent
 from batchinfer.rundir import RunDir, read_state
+from batchinfer.sanitize import count_text
 from batchinfer.submit.size import ArraySize
 from batchinfer.submit.slurm.client import SlurmUnavailableError, Task
 from batchinfer.submit.slurm.follower import check_follower, take_over
@@ -120,7 +121,8 @@ class RetryLimit:
         """
         if added > 0 and self._sent + added > FRUITLESS_LIVES * self._most:
             raise IncompleteRunError(
-                f"{self._sent:,} tasks of {self._run.shown} were submitted since its last result, and ended without "
+                f"{count_text(self._sent, 'task')} of {self._run.shown} {'was' if self._sent == 1 else 'were'} "
+                "submitted since its last result, and ended without "
                 f"another; see the logs in {log_folder(self._run)}"
             )
 

@@ -12,6 +12,7 @@ from batchinfer.progress import duration
 from batchinfer.records import ConfigError
 from batchinfer.report.price.price_list import CheapHours, PriceList
 from batchinfer.rundir import RunDir
+from batchinfer.sanitize import count_text
 
 MOST_DAYS = 366
 SLACK_S = 1.0  # an end that is less late counts as in time
@@ -121,14 +122,16 @@ def sentences(goal: Goal, seen: Measurement, outlook: Outlook) -> list[str]:
     """Return the outlook as lines for a person: tasks, end and cost, and warnings if the goal cannot be met."""
     tasks, ahead = outlook.tasks, outlook.ahead
     if ahead is None:
-        return [f"{_tasks(tasks)} from now on: the speed of a task is not known yet, so these tasks measure it"]
+        return [
+            f"{count_text(tasks, 'task')} from now on: the speed of a task is not known yet, so these tasks measure it"
+        ]
     left = "" if seen.work_s is None else f"{seen.work_s / 3600:,.2f} task-hours are left, "
     cost = "" if goal.prices.gpu_hour is None else f" and costs {seen.spent + ahead.cost:,.2f} $ in all"
-    lines = [f"{_tasks(tasks)} from now on: {left}it ends at {clock(ahead.end_s)}{cost}"]
+    lines = [f"{count_text(tasks, 'task')} from now on: {left}it ends at {clock(ahead.end_s)}{cost}"]
     if outlook.late_s:
         lines.append(
-            f"warning: it cannot end by {clock(goal.finish_by_s or 0.0)} with at most {_tasks(tasks)}; at this speed "
-            f"it is {duration(outlook.late_s)} late"
+            f"warning: it cannot end by {clock(goal.finish_by_s or 0.0)} with at most {count_text(tasks, 'task')}; "
+            f"at this speed it is {duration(outlook.late_s)} late"
         )
     if outlook.is_too_dear:
         lines.append(
@@ -147,7 +150,3 @@ def _stretches(goal: Goal, seen: Measurement, start_s: float, end_s: float) -> l
     """Return the stretches of equal price between two times, each with the cost of a task per hour."""
     parts = goal.prices.gpu_hours_between(start_s, end_s)
     return [Stretch(first, last, price * seen.num_ranks) for first, last, price in parts]
-
-
-def _tasks(count: int) -> str:
-    return f"{count:,} task{'' if count == 1 else 's'}"

@@ -36,6 +36,7 @@ from batchinfer.model.config import load_model_config
 from batchinfer.plan.first_dtype import choose_dtype, this_machine
 from batchinfer.plan.input_columns import doubles_hint, other_delimiter, why_no_rows
 from batchinfer.records import ConfigError, InputError, Shard
+from batchinfer.sanitize import count_text
 from batchinfer.whole_files import publish_text
 
 SCHEMA = Path(config.__file__).with_name("job.schema.json")  # by which editors check and complete a job file
@@ -90,6 +91,8 @@ def first_job(data: str, model: Path, target: Path, system: str | None = None) -
     shards = _typed_shards(files)
     readable = [shard for shard in shards if shard.problem is None]
     if not readable:
+        if len(shards) == 1:
+            raise InputError(f"{shards[0].path} cannot be read: {shards[0].problem}")
         raise InputError(f"none of the {len(shards)} files of {data} can be read; the first: {shards[0].problem}")
     schema = shard_schema(readable[0])
     if not schema.names or why_no_row(schema) is not None:
@@ -119,7 +122,10 @@ def first_job(data: str, model: Path, target: Path, system: str | None = None) -
     checked(JobConfig, tomllib.loads(text), target)
     num_rows = sum(shard.num_rows for shard in readable)
     choices = [
-        ("data", f"{num_rows:,} rows in {len(readable):,} of {len(shards):,} files that can be read"),
+        (
+            "data",
+            f"{count_text(num_rows, 'row')} in {len(readable):,} of {count_text(len(shards), 'file')} that can be read",
+        ),
         *([("left out", _named_files(left_out))] if left_out else []),
         *of_inputs,
         ("model", f"{named}, {dtype}: {why}"),
@@ -192,7 +198,7 @@ def write_question(folder: Path, question: str, model: Path, max_tokens: int, da
 
 def _typed_shards(files: list[str]) -> list[Shard]:
     """Return the shards. Files of lines are read twice: first for the columns' names, then for all types."""
-    shards = find_shards(files)
+    shards = find_shards(files, key="DATA")
     of_lines = [shard for shard in shards if shard.problem is None and is_of_lines(shard.format)]
     names = {name for shard in of_lines for name in shard_schema(shard).names}
     return with_types(shards, dict.fromkeys(names, "kept")) if names else shards
@@ -348,7 +354,7 @@ def _patterns(data: str) -> tuple[list[str], list[str]]:
 def _named_files(names: list[str]) -> str:
     """Return the number of files that a job does not read, with the first names and what to do."""
     first = ", ".join(names[:MAX_NAMED]) + (", …" if len(names) > MAX_NAMED else "")
-    return f"{len(names):,} file{'s' if len(names) > 1 else ''} ({first}): run init on these for another job"
+    return f"{count_text(len(names), 'file')} ({first}): run init on these for another job"
 
 
 def _normal(path: str | Path) -> str:

@@ -55,6 +55,8 @@ def refuse_unreadable_input(shards: list[Shard]) -> None:
     """Raise InputError if no shard can be read."""
     if all(shard.problem is not None for shard in shards):
         first = f"{shards[0].path}: {shards[0].problem}"
+        if len(shards) == 1:
+            raise InputError(f"the only input shard cannot be read: {first}")
         raise InputError(f"none of the {len(shards)} input shards can be read; the first: {first}")
 
 

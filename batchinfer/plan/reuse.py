@@ -43,6 +43,7 @@ from batchinfer.run.units.counted import run_results
 from batchinfer.run.units.result_files import damage, own_files, result_keys, write_results
 from batchinfer.run.units.reused import REUSED, reused_folder
 from batchinfer.rundir import RunDir, read_state
+from batchinfer.sanitize import count_text
 
 # parts of the fingerprint on which every answer depends; answer digests have what depends on the row
 _SAME_COLUMN = "continue_final_message"
@@ -140,7 +141,8 @@ class EarlierAnswers:
                 "differ; all rows are computed"
             )
             return None
-        note(f"{num_reused:,} of {len(has_answer):,} requests have an answer in {self._run.shown}, which is reused")
+        requests, have = count_text(len(has_answer), "request"), "has" if num_reused == 1 else "have"
+        note(f"{num_reused:,} of {requests} {have} an answer in {self._run.shown}, which is reused")
         record = {
             "run": self._run.shown,
             "token": token,

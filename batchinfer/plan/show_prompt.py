@@ -78,7 +78,8 @@ def _find(shards: list[Shard], rows: Callable[[Shard], Iterator[pa.RecordBatch]]
             if number < shard.num_rows:
                 return shard, number
             number -= shard.num_rows
-    raise ConfigError(f"no row has the id {name!r}, and the {num_rows:,} rows have the numbers 0 to {num_rows - 1:,}")
+    numbers = "row has the number 0" if num_rows == 1 else f"{num_rows:,} rows have the numbers 0 to {num_rows - 1:,}"
+    raise ConfigError(f"no row has the id {name!r}, and the {numbers}")
 
 
 def _only_around(row: int | None) -> Callable[[int], pa.RecordBatch]:

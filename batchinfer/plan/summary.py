@@ -17,6 +17,7 @@ from batchinfer.plan.step_times import decode_tokens_per_s
 from batchinfer.progress import note
 from batchinfer.records import ExitCode, Shard
 from batchinfer.rundir import RunDir, read_state
+from batchinfer.sanitize import count_text
 
 
 def count_plan(
@@ -136,8 +137,8 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
     expected = summary["expected_output_tokens"]
     lines = [
         f"rows        {summary['input_rows']:>14,} in, {summary['rows']:,} out, {summary['bad_rows']:,} bad",
-        f"requests    {summary['requests']:>14,} to compute in {summary['units']:,} units, "
-        f"{summary['duplicates']:,} duplicates",
+        f"requests    {summary['requests']:>14,} to compute in {count_text(summary['units'], 'unit')}, "
+        f"{count_text(summary['duplicates'], 'duplicate')}",
         f"input       {summary['input_tokens']:>14,} tokens, {share:.1%} shared"
         + (" or reused" if summary.get("reused_requests") else ""),
         f"to compute  {summary['computed_tokens']:>14,} prompt tokens "
@@ -146,7 +147,11 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
         + ("" if expected is None else f", {expected:,} expected"),
     ]
     if summary.get("reused_requests"):
-        lines.insert(2, f"reused      {summary['reused_requests']:>14,} further requests, answered by an earlier run")
+        lines.insert(
+            2,
+            f"reused      {summary['reused_requests']:>14,} further "
+            f"{'request' if summary['reused_requests'] == 1 else 'requests'}, answered by an earlier run",
+        )
     if summary["control_rows"]:
         lines.insert(1, f"control     {summary['control_rows']:>14,} rows contain control tokens in their text")
     if num_ranks > 1:

@@ -21,6 +21,7 @@ from batchinfer.progress import Progress, note
 from batchinfer.records import DamagedFileError, InputError, Shard
 from batchinfer.run.quarantine import set_aside
 from batchinfer.rundir import RunDir, read_state
+from batchinfer.sanitize import count_text
 from batchinfer.whole_files import Publisher
 
 
@@ -74,7 +75,7 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
                 continue
             warnings.add(shard, found)
             if found.num_bad:
-                note(f"warning: {found.num_bad:,} bad rows in {shard.path}; the first: {found.first_error}")
+                note(f"warning: {count_text(found.num_bad, 'bad row')} in {shard.path}; the first: {found.first_error}")
             if found.num_bad and strict:
                 publisher.wait()
                 for file in (run.token_checksums(shard.index), target):  # so that a strict rerun finds the row again
@@ -196,9 +197,10 @@ class RowWarnings:
                 "missing fields look the same, so schemas leave both out; give sampling as JSON text to keep nulls"
             )
         for sentence, num_rows in self.structured.items():
-            what = "row" if num_rows == 1 else "rows"
-            note(f"warning: structured_outputs of {num_rows:,} {what}: {sentence}")
+            note(f"warning: structured_outputs of {count_text(num_rows, 'row')}: {sentence}")
         if self.num_capped:
+            leave = "leaves" if self.num_capped == 1 else "leave"
             note(
-                f"warning: {self.num_capped:,} rows leave less room than max_tokens in the window of {window:,} tokens"
+                f"warning: {count_text(self.num_capped, 'row')} {leave} less room than max_tokens in the window of "
+                f"{window:,} tokens"
             )

@@ -10,6 +10,7 @@ from batchinfer.run.heartbeat import SessionStatus, signs_of_life
 from batchinfer.run.liveness import SILENT_S
 from batchinfer.run.units.result_files import is_reused
 from batchinfer.rundir import RunDir, submission_records
+from batchinfer.sanitize import count_text
 
 
 def delete_unused_plan(run: RunDir, state: dict[str, Any], mismatch: RunMismatchError) -> None:
@@ -38,12 +39,12 @@ def delete_unused_plan(run: RunDir, state: dict[str, Any], mismatch: RunMismatch
 
 def _what_is_there(run: RunDir, state: dict[str, Any]) -> str | None:
     if state["state"] not in ("planning", "planned"):
-        return f", which loses the outputs of {state['counts']['rows']:,} rows"
+        return f", which loses the outputs of {count_text(state['counts']['rows'], 'row')}"
     computed = (path for path in run.unit_folders.glob("*/*/part-*.parquet") if not is_reused(path))
     units = {path.parents[1].name for path in computed}
     units |= {path.name for path in run.done_marks.glob("[0-9]*")}
     if units:
-        return f", which loses the answers of {len(units):,} work units"
+        return f", which loses the answers of {count_text(len(units), 'work unit')}"
     if submission_records(run):
         return f" after `batchinfer cancel {run.shown}`: it was sent to a cluster"
     signs = signs_of_life(run)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import duckdb
 
-from batchinfer.data.duckdb_sql import literal
+from batchinfer.data.duckdb_sql import file_error, literal
 from batchinfer.records import ConfigError
 from batchinfer.report.views import VIEWS, open_views
 from batchinfer.sanitize import first_line
-from batchinfer.whole_files import published
+from batchinfer.whole_files import cannot_write, published
 
 
 def export_views(run_folders: Sequence[Path], folder: Path) -> list[Path]:
@@ -34,6 +34,8 @@ def export_views(run_folders: Sequence[Path], folder: Path) -> list[Path]:
                 with published(target) as temporary:
                     connection.execute(f"COPY {table.name} TO {literal(temporary)} (FORMAT parquet)")
             except duckdb.Error as error:
+                if (failed := file_error(error)) is not None:
+                    raise cannot_write(target, failed) from None
                 raise ConfigError(
                     f"cannot write {target}: {first_line(error)}; free space, choose another folder, or repeat "
                     "`batchinfer finish`"

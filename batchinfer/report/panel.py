@@ -20,7 +20,7 @@ from batchinfer.report.terminal import (
     table,
     text,
 )
-from batchinfer.sanitize import display_width, fit
+from batchinfer.sanitize import count_text, display_width, fit
 
 Cells = Sequence[str | Text]
 DECODE_HEADER = ("Decode, from s", "KV, mean", "max / mean", "at best", "requests", "max / mean")
@@ -142,4 +142,4 @@ def _trouble(report: Report) -> Iterator[RenderableType]:
             yield text(f"{num_rows:>12,} x {fit(error, WIDTH - 15)}")
         if report.num_error_texts > len(errors):
             num_more = report.num_error_texts - len(errors)
-            yield text(f"{'':>12}   and {num_more:,} other texts (column error of the outputs)")
+            yield text(f"{'':>12}   and {count_text(num_more, 'other text')} (column error of the outputs)")

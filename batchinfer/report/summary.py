@@ -11,7 +11,7 @@ from batchinfer.report import forms
 from batchinfer.report.figures import FIGURES
 from batchinfer.report.read import Report
 from batchinfer.report.terminal import HEADING, NOTE, WARNING, text
-from batchinfer.sanitize import fit
+from batchinfer.sanitize import count_text, fit
 
 MOST_LINES = 25
 MOST_REASONS = 3  # listed reasons of error rows, and listed shards without outputs
@@ -43,8 +43,8 @@ def summary(report: Report, shown: str, width: int, *, has_dataset: bool) -> Ite
 def _rows(report: Report, width: int) -> Iterator[Text]:
     values = report.values
     num_errors = values["rows_error"] or 0
-    rows, ok = (forms.count(values[key]) for key in ("rows", "rows_ok"))
-    counts = f"{rows} output rows: {ok} ok, {forms.count(num_errors)} error"
+    rows = count_text(int(values["rows"] or 0), "output row")
+    counts = f"{rows}: {forms.count(values['rows_ok'])} ok, {forms.count(num_errors)} error"
     yield _line("rows", counts, WARNING if num_errors else "")
     many_cut = FIGURES["finish_reasons.length"].note_of(values)
     if many_cut:
@@ -53,7 +53,7 @@ def _rows(report: Report, width: int) -> Iterator[Text]:
     reasons = [f"{forms.count(num_rows):>{digits}} x {error}" for error, num_rows in report.errors]
     yield from _first("errors", reasons, report.num_error_texts, "reason", width)
     shards = [f"{path}: {problem}" for path, problem in report.unreadable_shards]
-    yield from _first("no outputs", shards, len(shards), "shard", width)
+    yield from _first("no output", shards, len(shards), "shard", width)
 
 
 def _figures(report: Report) -> Iterator[Text]:
@@ -84,7 +84,7 @@ def _first(label: str, entries: Sequence[str], num_entries: int, kind: str, widt
         yield _line("" if index else label, fit(entry, max(width - LABEL - 2, 20)), WARNING)
     if num_entries > MOST_REASONS:
         others = num_entries - MOST_REASONS
-        yield _line("", f"and {others:,} other {kind}{'' if others == 1 else 's'}", NOTE)
+        yield _line("", f"and {count_text(others, f'other {kind}')}", NOTE)
 
 
 def _line(label: str, content: str, style: str = "") -> Text:

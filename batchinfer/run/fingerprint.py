@@ -25,7 +25,8 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 Fingerprint = dict[str, Any]
 # fields that an earlier run must share so that its answers can be reused
 OF_ANSWERS = ("model.config", "model.weights", "tokenizer and template", "model.dtype", "output.reasoning")
-OF_CODE = ("version of batchinfer", "model code")
+VERSION = "version of batchinfer"
+OF_CODE = (VERSION, "model code")
 
 
 def job_fingerprint(job: JobConfig, shards: list[Shard], tokenizer_digest: str) -> Fingerprint:
@@ -64,7 +65,7 @@ def settings_fingerprint(job: JobConfig) -> Fingerprint:
         "output.keep_columns": job.output.keep_columns,
         "output.reasoning": job.output.reasoning,
         "output.token_texts": job.output.token_texts,
-        "version of batchinfer": __version__,
+        VERSION: __version__,
     }
 
 

@@ -7,7 +7,7 @@ from batchinfer.config import JobConfig, load_job
 from batchinfer.ownership import SHARED_UMASK, check_folder, group_id
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
-from batchinfer.run.fingerprint import check_same, settings_fingerprint
+from batchinfer.run.fingerprint import VERSION, check_same, settings_fingerprint
 from batchinfer.run.job_file import recorded_job
 from batchinfer.run.store.interface import Part, Storage, is_in_bucket, uri_of
 from batchinfer.run.store.open import bucket_storage, storage_of
@@ -15,9 +15,12 @@ from batchinfer.rundir import RunDir, read_state, was_planned
 
 
 def planned_run(
-    target: Path, overrides: tuple[str, ...], *parts: Part, may_be_planning: bool = False
+    target: Path, overrides: tuple[str, ...], *parts: Part, may_be_planning: bool = False, any_version: bool = False
 ) -> tuple[RunDir, JobConfig]:
     """Return the run folder and job of a job file or run folder; `parts` as in `run_folder`.
+
+    Args:
+        any_version: whether a run of another version of batchinfer is accepted, with a warning.
 
     Raises:
         ConfigError: there is no such file or folder, the job has no plan yet, or others may write in its folder.
@@ -25,15 +28,19 @@ def planned_run(
         RunMismatchError: the job's settings are not those of the plan.
     """
     job = job_of(target, overrides)
-    return run_of(job, f"run `batchinfer plan {target}` first", *parts, may_be_planning=may_be_planning), job
+    remedy = f"run `batchinfer plan {target}` first"
+    return run_of(job, remedy, *parts, may_be_planning=may_be_planning, any_version=any_version), job
 
 
-def run_of(job: JobConfig, remedy: str, *parts: Part, may_be_planning: bool = False) -> RunDir:
+def run_of(
+    job: JobConfig, remedy: str, *parts: Part, may_be_planning: bool = False, any_version: bool = False
+) -> RunDir:
     """Return the run folder of a planned job.
 
     Args:
         remedy: end of the error sentence if the job is not planned: what to do.
         parts: as in `run_folder`.
+        any_version: as in `planned_run`.
 
     Raises:
         ConfigError, DamagedFileError, RunMismatchError: as `planned_run`.
@@ -46,7 +53,12 @@ def run_of(job: JobConfig, remedy: str, *parts: Part, may_be_planning: bool = Fa
         state = read_state(run)
     if state is None or (state["state"] == "planning" and not may_be_planning):
         raise ConfigError(f"{run.shown} has no complete plan yet; {remedy}")
-    check_same(state["fingerprint"], settings_fingerprint(job), run.shown)
+    recorded, current = state["fingerprint"], settings_fingerprint(job)
+    if any_version and (old := recorded.get(VERSION)) != (new := current[VERSION]):
+        # settings are not compared: each version has its own keys
+        note(f"warning: {run.shown} is a run of batchinfer {old}, which {new} may not read in full")
+    else:
+        check_same(recorded, current, run.shown)
     return run
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchinfer.progress import duration
 from batchinfer.run.heartbeat import SessionStatus
-from batchinfer.sanitize import fit
+from batchinfer.sanitize import count_text, fit
 from batchinfer.status.status import Status, StatusReader
 
 WATCH_S = 5.0
@@ -39,11 +39,13 @@ def format_status(status: Status) -> str:
         f"units     {status.units_done:,} done, {status.units_running:,} running, {status.units_waiting:,} waiting, "
         f"{status.units_failed:,} with failed requests; {status.units:,} in all",
         f"requests  {status.requests_done:,} of {status.requests:,} ({done:.1%}), {status.requests_failed:,} of them "
-        f"failed; {status.rows:,} rows, {status.rows_bad:,} of them found bad by the plan",
+        f"failed; {count_text(status.rows, 'row')}, {status.rows_bad:,} of them found bad by the plan",
     ]
     if status.tasks_running is not None:
         launcher = (status.launcher or "").lower()
-        lines.append(f"{launcher:<9} {status.tasks_running:,} tasks running, {status.tasks_waiting:,} waiting")
+        lines.append(
+            f"{launcher:<9} {count_text(status.tasks_running, 'task')} running, {status.tasks_waiting:,} waiting"
+        )
     speeds = ((status.tokens_per_s, "tokens/s"), (status.requests_per_s, "requests/s"))
     known = [f"{speed:,.2f} {unit}" for speed, unit in speeds if speed is not None]
     known += [] if status.left_s is None else [f"{duration(status.left_s)} left"]
@@ -56,7 +58,7 @@ def format_status(status: Status) -> str:
         restarts = f", restart {holder.restarts}" if holder.restarts else ""
         line = (
             f"  unit {holder.unit:>6}  {holder.node}{task}{restarts}, for {duration(holder.held_s)}: "
-            f"{holder.requests_done:,} of {holder.requests:,} requests"
+            f"{holder.requests_done:,} of {count_text(holder.requests, 'request')}"
         )
         lines.append(fit(line, WIDTH))
     if len(status.running) > MOST_LINES:

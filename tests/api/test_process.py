@@ -181,7 +181,7 @@ def test_lines_of_the_command_are_logged_but_for_exit_codes(caplog):
     with caplog.at_level(logging.INFO, logger="batchinfer"):
         batchinfer.generate(["a", None], **SHORT)
     assert not any("exit code" in record.message for record in caplog.records)
-    assert [record.levelname for record in caplog.records if "1 bad rows" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "1 bad row" in record.message] == ["WARNING"]
     assert any("computing: 100%, 2 of 2 rows; " in record.message for record in caplog.records)
 
 

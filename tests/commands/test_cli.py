@@ -382,6 +382,15 @@ def test_a_run_ends_with_a_summary_of_a_few_lines(finished):
     assert "$" not in ended.out
 
 
+def test_a_summary_names_shards_without_outputs(tmp_path):
+    write_questions(tmp_path / "prompts", (1,))
+    (tmp_path / "prompts" / "broken.parquet").write_bytes(b"not parquet")
+    ended = batchinfer("run", write_job(tmp_path))
+    assert ended.code == 3
+    assert f"\n  no output {tmp_path}"[:40] in ended.out  # the path's end may be cut
+    assert "  rows      1 output row: 1 ok, 0 error" in ended.out
+
+
 def test_a_summary_has_money_where_the_job_has_prices(finished):
     job, _ = finished
     prices = ["gpu_hour=2", "input_hit=1", "input_miss=1", "output=2"]

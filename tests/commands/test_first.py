@@ -47,8 +47,8 @@ def test_init_leaves_a_file_alone_that_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("data", "model", "told"),
     [
-        ("nowhere", RANDOM_MODEL, "no file matches"),
-        ("empty", RANDOM_MODEL, "which holds no "),
+        ("nowhere", RANDOM_MODEL, "error: DATA: no file matches"),
+        ("empty", RANDOM_MODEL, "/empty/ holds no *.parquet"),
         ("prompts", "nowhere", "there is no model folder"),
         ("prompts", "deepseek-ai/DeepSeek-V3", "`hf download deepseek-ai/DeepSeek-V3` puts it"),
         ("prompts", "empty", "config.json does not exist"),
@@ -61,6 +61,7 @@ def test_init_says_what_is_missing_and_writes_nothing(tmp_path, monkeypatch, dat
     made = batchinfer("init", data, "--model", model)
     assert (made.code, made.out) == (2, "")
     assert told in made.err
+    assert "input.files" not in made.err  # there is no job file yet
     assert not (tmp_path / "job.toml").exists()
 
 

@@ -232,7 +232,7 @@ USES = [
     ("verify prompts", 2, "is not a run folder"),
     ("plan planned", 0, "is planned already; going on with this plan"),
     ("plan finished --set sampling.max_tokens=3", 2, "or delete that folder, which loses the outputs of 2 rows"),
-    ("plan computed --set sampling.max_tokens=3", 2, "or delete that folder, which loses the answers of 1 work units"),
+    ("plan computed --set sampling.max_tokens=3", 2, "or delete that folder, which loses the answers of 1 work unit"),
     ("plan prompts", 2, "is not a run folder"),
     ("run finished", 0, "output rows"),
     ("run nowhere", 2, "there is no run folder"),

@@ -155,7 +155,7 @@ def test_prompt_and_choice_fit_into_the_window_to_its_last_token(tmp_path):
     rows = check(tmp_path, {"t": prompts, "choices": choices}, make_job(token_ids="t"), window=10)
     more = "are more than the window of 10"
     assert errors_of(rows) == [
-        f"choices[0] has 1 tokens, which with the prompt's 10 {more}",
+        f"choices[0] has 1 token, which with the prompt's 10 {more}",
         None,
         None,
         f"choices[1] has 4 tokens, which with the prompt's 7 {more}",

@@ -166,7 +166,7 @@ def test_a_shard_of_ever_other_columns_has_those_that_the_job_names(tmp_path):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (b"a", "line 2 has 1 fields, but the header 2"),
+        (b"a", "line 2 has 1 field, but the header 2"),
         (b"a,b,c", "line 2 has 3 fields, but the header 2"),
         (b"1,\xff", "line 2 is not valid UTF-8"),
         (b'1,"x"y', "line 2 is not valid CSV: "),

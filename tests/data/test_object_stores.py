@@ -273,7 +273,7 @@ BAD = [
     ({"input.files": '["s3://data//job/part-0.parquet"]'}, "has two slashes in a row"),
     ({"input.files": '["s3://data/job/none.parquet"]'}, "no file matches s3://data/job/none.parquet"),
     ({"input.files": '["s3://data/job/*.csv"]'}, "no file matches s3://data/job/*.csv"),
-    ({"input.files": '["s3://data/notes"]'}, "names the folder s3://data/notes/, which holds no *.parquet"),
+    ({"input.files": '["s3://data/notes"]'}, "the folder s3://data/notes/ holds no *.parquet"),
     ({"input.files": '["s3://data/no folder/"]'}, "no file matches s3://data/no folder/"),
     ({"input.files": '["s3://"]'}, "names no bucket"),
     ({"input.files": '["s3://dat*/job"]'}, "names no bucket"),

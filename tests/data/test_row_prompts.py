@@ -254,7 +254,7 @@ def test_a_plan_without_a_date_that_every_chat_needs_is_refused(dated, tmp_path)
     (dated / "chat_template.jinja").write_text(UNDATED)
     ended = plan("some")
     assert ended.code == 0
-    assert f"1 bad rows in {tmp_path}/prompts/a.parquet; the first: row 0: {NO_DATE}" in ended.err
+    assert f"1 bad row in {tmp_path}/prompts/a.parquet; the first: row 0: {NO_DATE}" in ended.err
 
 
 # as Llama 3.2's

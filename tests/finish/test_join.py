@@ -53,8 +53,8 @@ def finish(run):
 def test_double_results_are_refused(run):
     table = pq.read_table(first_file(run))
     replace(run, [table, table.slice(0, 1)])
-    assert "1 results in" in (err := finish(run))
-    assert "are double and 0 are of another plan" in err
+    assert "1 result in" in (err := finish(run))
+    assert "is double and 0 are of another plan" in err
 
 
 def test_results_that_nobody_planned_are_refused(run):
@@ -62,13 +62,13 @@ def test_results_that_nobody_planned_are_refused(run):
     foreign = table.slice(0, 1).to_pylist()[0] | {"row": 10**6}
     replace(run, [table, pa.Table.from_pylist([foreign], schema=table.schema)])
     assert "0 results in" in (err := finish(run))
-    assert "are double and 1 are of another plan" in err
+    assert "are double and 1 is of another plan" in err
 
 
 def test_a_missing_result_is_noticed_although_its_unit_is_marked_done(run):
     table = pq.read_table(first_file(run))
     replace(run, [table.slice(1)] if len(table) > 1 else [])
-    assert "1 results are not in" in finish(run)
+    assert "1 result is not in" in finish(run)
 
 
 def test_changed_results_are_set_aside_and_their_unit_is_not_done(run):

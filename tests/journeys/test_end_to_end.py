@@ -87,7 +87,7 @@ def test_a_job_without_any_readable_shard_ends_with_2(tmp_path):
     place = pq.read_metadata(path).row_group(1).column(1).data_page_offset + 20
     data[place : place + 40] = b"\xff" * 40
     path.write_bytes(bytes(data))  # damaged in the middle
-    assert "none of the 1 input shards" in batchinfer("run", write_job(tmp_path)).err
+    assert "the only input shard cannot be read: " in batchinfer("run", write_job(tmp_path)).err
     path.write_bytes(bytes(data[:100]))  # cut off
     ended = batchinfer("run", write_job(tmp_path, output={"dir": "other"}))
     assert ended.code == 2
@@ -125,7 +125,7 @@ def test_strict_stops_at_a_bad_row_before_the_model_loads(tmp_path):
     assert "row 1" in ended.err
     assert batchinfer("run", job).code == 3  # the same folder goes on without --strict
     for command in ("work", "finish"):
-        assert "1 bad rows" in batchinfer(command, tmp_path / "run", "--strict").err
+        assert "1 bad row" in batchinfer(command, tmp_path / "run", "--strict").err
 
 
 def test_samples_and_duplicates(tmp_path):

@@ -120,7 +120,7 @@ def answer_questions(person: Newcomer) -> None:
     shutil.copytree(ROOT / "sample_data" / "model", person.folder / "model")
     (person.folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
     said = person.run("batchinfer", "init", "questions.jsonl", "--model", "model")
-    assert "12 rows in 1 of 1 files" in said
+    assert "12 rows in 1 of 1 file that" in said
     person.run("batchinfer", "plan", "job.toml")
     report = person.run("batchinfer", "run", "job.toml")
     assert "12 output rows: 12 ok, 0 error" in report

@@ -100,7 +100,7 @@ def test_stat_counts_a_damaged_file_that_could_not_be_moved(folder):
         assert read_intact(store, chain_of(*"ab")) == 0
         told = store.take_problem()
     assert "is switched off for writing" in told
-    assert f"1 files damaged; {told}" in batchinfer("kv", "stat", folder).out
+    assert f"1 file damaged; {told}" in batchinfer("kv", "stat", folder).out
 
 
 def test_stat_tells_that_the_key_is_damaged(folder):

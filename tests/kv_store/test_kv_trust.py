@@ -102,7 +102,7 @@ def test_verify_has_one_line_for_a_signed_header_that_makes_no_sense(folder, old
     assert ended.code == 3, ended.err
     damaged, total = ended.out.splitlines()
     assert damaged.startswith(f"{path.name}: its header cannot be understood")
-    assert total == "1 files checked, 1 of them damaged"
+    assert total == "1 file checked, 1 of them damaged"
     assert quarantined(folder) == [path.name]
 
 

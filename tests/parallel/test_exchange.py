@@ -368,7 +368,7 @@ def test_a_rank_that_never_comes_is_lost_at_the_deadline():
     nobody_called, nobody_there = dist.HashStore(), dist.HashStore()
     nobody_there.set_timeout(timedelta(seconds=0.1))
     for store, rank in ((nobody_called, 0), (nobody_there, 1)):
-        with pytest.raises(PeerLostError, match=r"1 ranks of the group did not connect within 0\.1 s"):
+        with pytest.raises(PeerLostError, match=r"1 rank of the group did not connect within 0\.1 s"):
             SharedMemoryExchange(store, rank, 2, timeout_s=0.1)
 
 
@@ -444,7 +444,7 @@ def test_a_caller_of_another_user_is_sent_away_whatever_it_says():
 
 
 def test_a_silent_stranger_cannot_hold_a_rank_up_beyond_its_deadline():
-    with pytest.raises(PeerLostError, match=r"1 ranks of the group did not connect within 0\.2 s: timed out"):
+    with pytest.raises(PeerLostError, match=r"1 rank of the group did not connect within 0\.2 s: timed out"):
         meet_with_a_stranger(lambda connection: None, timeout_s=0.2)
 
 

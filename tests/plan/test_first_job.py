@@ -107,11 +107,11 @@ def test_data_without_prompts_is_refused_with_its_columns(made):
 
 def test_files_that_cannot_be_read_are_passed_over_while_one_can(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"not parquet")
-    with pytest.raises(InputError, match="none of the 1 files"):
+    with pytest.raises(InputError, match="cannot be read: "):
         first_job(str(tmp_path), RANDOM_MODEL, tmp_path / "job.toml")
     write_shard(tmp_path / "b.parquet", {"prompt": ["Hello"]})
     found = first_job(str(tmp_path), RANDOM_MODEL, tmp_path / "job.toml")
-    assert ("data", "1 rows in 1 of 2 files that can be read") in found.choices
+    assert ("data", "1 row in 1 of 2 files that can be read") in found.choices
 
 
 @pytest.mark.parametrize(("content", "told"), [("", "a.jsonl is empty"), ("id,prompt\n1,x\n", "it looks like CSV")])
@@ -174,7 +174,7 @@ def test_paths_are_those_from_the_job_files_folder_and_the_run_folder_is_a_new_o
 def test_a_folder_with_glob_characters_is_meant_as_it_stands(tmp_path):
     write_shard(tmp_path / "data [1]" / "deep" / "a.parquet", {"prompt": ["Hello"]})
     found = first_job(str(tmp_path / "data [1]"), RANDOM_MODEL, tmp_path / "job.toml")
-    assert ("data", "1 rows in 1 of 1 files that can be read") in found.choices
+    assert ("data", "1 row in 1 of 1 file that can be read") in found.choices
 
 
 def test_the_file_says_why_it_has_its_dtype(tmp_path, made):

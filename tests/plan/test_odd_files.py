@@ -32,7 +32,7 @@ def check(folder, *, keep=()):
 
 UNREADABLE = {
     "latin-1": ("a.csv", b"id,prompt\n1,Gr\xfc\xdfe\n2,caf\xe9\n", "a.csv: line 2 is not valid UTF-8"),
-    "too few fields": ("a.csv", b"id,prompt\n1\n2\n", "a.csv: line 2 has 1 fields, but the header 2"),
+    "too few fields": ("a.csv", b"id,prompt\n1\n2\n", "a.csv: line 2 has 1 field, but the header 2"),
     "too many fields": ("a.tsv", b"id\tprompt\n1\t2\t3\n", "a.tsv: line 2 has 3 fields, but the header 2"),
     "an open quote": ("a.csv", b'id,prompt\n"1,x\n', "a.csv: line 2 is not valid CSV: unexpected end of data"),
     "no JSON": ("a.jsonl", b"x\ny\n", "can be read: line 1 is not valid JSON: invalid character"),

@@ -228,7 +228,7 @@ def test_a_plan_that_goes_on_warns_of_the_shards_that_were_read_before(tmp_path,
     warnings = [[line for line in ended.err.splitlines() if "warning" in line] for ended in (first, going_on, again)]
     for said in warnings:
         assert said[:3] == [
-            f"warning: 1 bad rows in {tmp_path}/prompts/a.parquet; the first: row 1: prompt is null",
+            f"warning: 1 bad row in {tmp_path}/prompts/a.parquet; the first: row 1: prompt is null",
             f"warning: {tmp_path}/prompts/b.parquet has no column 'id'; its rows have null ids",
             "warning: 2 prompts are text that goes to the model as it is, although it has a chat template; set "
             'input.user = "prompt" instead of input.prompt if these are questions to it',

@@ -68,7 +68,7 @@ def test_a_run_in_which_work_was_done_is_refused_and_what_would_be_lost_is_told(
     ended = batchinfer("plan", changed)
     assert ended.code == 2
     assert "sampling.max_tokens was 8 and is now 3" in ended.err
-    assert "or delete that folder, which loses the answers of 1 work units" in ended.err
+    assert "or delete that folder, which loses the answers of 1 work unit" in ended.err
     assert batchinfer("finish", tmp_path / "run").code == 0
     ended = batchinfer("plan", changed)
     assert ended.code == 2

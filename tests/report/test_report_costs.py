@@ -13,6 +13,9 @@ from batchinfer.report.figures import FIGURES, PARTS, PUBLISHED, UNIT_COSTS, cha
 from batchinfer.report.read import read_report, read_together
 from support.jobs import batchinfer
 from support.runs import error_request, request, session, step, write_run
+from support.small_disks import small_disk
+
+__all__ = ["small_disk"]
 
 
 def two_ranks(root: Path, *, wasted: int = 0, **run: float) -> Path:
@@ -276,6 +279,18 @@ def test_views_are_exported_as_parquet(tmp_path):
     assert batchinfer("report", run, both, "--parquet", folder).code == 0
     found = duckdb.sql(f"SELECT run, count(*) FROM '{folder}/steps.parquet' GROUP BY run ORDER BY run").fetchall()
     assert found == [("it's", 1), ("r", 5)]
+
+
+def test_an_export_to_a_full_disk_is_one_plain_sentence(tmp_path, small_disk):
+    run, folder = two_ranks(tmp_path / "r"), small_disk.folder / "tables"
+    folder.mkdir()
+    small_disk.fill(but_bytes=0)
+    ended = batchinfer("report", run, "--parquet", folder)
+    assert ended.code == 2
+    assert ended.err == (
+        f"error: cannot write {folder}/outputs.parquet: No space left on device; free space or choose another folder\n"
+    )
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("option", ["--parquet", "--html"])

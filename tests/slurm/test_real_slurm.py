@@ -206,7 +206,7 @@ def test_half_of_the_tasks_cancelled_then_retry(submit, reference, stumble):
     stumble(0.0)
     retried = batchinfer("retry", run.root, "--array", "2")
     assert retried.code == 0, retried.err
-    assert "1 failed requests in 1 units" in retried.out
+    assert "1 failed request in 1 unit is" in retried.out
     expect_outputs(run, reference)
 
 

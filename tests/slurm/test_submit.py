@@ -334,7 +334,7 @@ def test_two_submits_at_a_time_send_tasks_once(job, tmp_path, fake_program, monk
     both = [start("submit", run, "--array", "1") for _ in range(2)]
     said = sorted(process.communicate()[1] for process in both)
     assert sorted(process.returncode for process in both) == [0, 2], said
-    assert "1 tasks of" in said[1]
+    assert "1 task of" in said[1]
     assert len(sent.read_text().split()) == 2  # the array, and the job that finishes
     assert len(submissions(RunDir(run))) == 1
 

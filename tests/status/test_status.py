@@ -208,7 +208,7 @@ def test_retry_computes_failed_rows_and_no_others(reference, planned, finished):
     again = batchinfer("retry", planned)
     assert again.code == 0
     assert "3 failed requests in 3 units" in again.out
-    assert "1 rows are bad in the input" in again.out
+    assert "1 row is bad in the input" in again.out
     found = status(planned)
     assert (found["requests_failed"], found["requests_done"], found["units_waiting"]) == (0, 24, 3)
     assert found["activity"] == "interrupted"
@@ -223,6 +223,23 @@ def test_retry_computes_failed_rows_and_no_others(reference, planned, finished):
     assert output_bytes(planned) == reference[1]
 
 
+def test_a_run_of_another_version_is_read_and_not_continued(planned):
+    assert batchinfer("work", planned, "--set", "cluster.commit_seconds=30").code == 0
+    run_json = read_json(planned / "run.json")
+    before = status(planned)
+    fingerprint = {**run_json["fingerprint"], "version of batchinfer": "0.0.9", "sampling": {"an old key": 1}}
+    publish_json(planned / "run.json", {**run_json, "fingerprint": fingerprint})
+    for command in ("status", "peek", "cancel"):
+        ended = batchinfer(command, planned)
+        assert ended.code == 0, ended.err
+        assert ended.err.startswith(f"warning: {planned} is a run of batchinfer 0.0.9, which ")
+    assert status(planned) == before
+    for command in ("work", "finish", "retry"):
+        refused = batchinfer(command, planned)
+        assert refused.code == 2
+        assert "version of batchinfer was 0.0.9 and is now" in refused.err
+
+
 @pytest.mark.all  # make test: retry computes failed rows, above
 def test_retry_leaves_units_alone_that_somebody_works_on(planned):
     assert batchinfer("work", planned, "--set", "cluster.commit_seconds=30").code == 0
@@ -232,8 +249,8 @@ def test_retry_leaves_units_alone_that_somebody_works_on(planned):
     run.done(unit).unlink()
     with UnitClaims(FolderStorage(run)) as claims:
         assert claims.try_claim(unit) is not None
-        assert "1 more units" in batchinfer("retry", planned).out
-    assert "1 failed requests in 1 units" in batchinfer("retry", planned).out
+        assert "1 more unit with failed requests is being worked on" in batchinfer("retry", planned).out
+    assert "1 failed request in 1 unit is to be computed again" in batchinfer("retry", planned).out
 
 
 @pytest.mark.all  # make test: retry computes failed rows, above

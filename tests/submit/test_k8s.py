@@ -119,8 +119,8 @@ def test_a_run_is_made_smaller_and_larger_cancelled_and_sent_again(submit, refer
     wait_for(lambda: is_in_the_middle(run), cluster)
     assert f"{job}-1 {job}-2" in batchinfer("submit", "--resize", run.root, "1").out
     wait_for(lambda: {pod.task for pod in cluster.pods() if pod.job == job} == {f"{job}-0"}, cluster)
-    assert "kubernetes 1 tasks running" in batchinfer("status", run.root).out
-    assert "1 tasks added" in batchinfer("submit", "--resize", run.root, "2").out
+    assert "kubernetes 1 task running" in batchinfer("status", run.root).out
+    assert "1 task added" in batchinfer("submit", "--resize", run.root, "2").out
     wait_for(lambda: f"{job}-1" in {pod.task for pod in cluster.pods()}, cluster)
     assert set(batchinfer("cancel", run.root).out.split()[1:]) == {job, f"{job}-finish"}
     wait_for(lambda: not cluster.jobs(), cluster)

@@ -170,7 +170,7 @@ def test_a_group_of_two_nodes_is_resized_cancelled_and_goes_on(submit, reference
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 150)
     run = submit("--array", "2", "--nodes-per-group", "2", prefill_ranks=2)
     wait_for(lambda: is_in_the_middle(run), run)
-    assert "1 tasks commit and leave" in batchinfer("submit", "--resize", run.root, "1").out
+    assert "1 task commits and leaves" in batchinfer("submit", "--resize", run.root, "1").out
     wait_for(lambda: len(read_tasks(run).running + read_tasks(run).waiting) <= 1, run)
     assert submissions(run)[-1].job in batchinfer("cancel", run.root).out
     assert state(run) in ("FAILED", "STOPPED")  # it says 75

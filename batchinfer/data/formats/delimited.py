@@ -5,6 +5,7 @@ import io
 from collections.abc import Iterator
 
 from batchinfer.data.formats.lines import Record, numbered_lines, too_long
+from batchinfer.sanitize import count_text
 
 MOST_FIELD_CHARS = 16 << 20
 
@@ -90,5 +91,5 @@ def _values(line: int, fields: list[str], header: list[str], is_damaged: bool) -
     if is_damaged:
         return f"line {line} is not valid UTF-8"
     if len(fields) != len(header):
-        return f"line {line} has {len(fields)} fields, but the header {len(header)}"
+        return f"line {line} has {count_text(len(fields), 'field')}, but the header {len(header)}"
     return {name: value or None for name, value in zip(header, fields, strict=True)}

@@ -12,6 +12,7 @@ from batchinfer.run.quarantine import set_aside
 from batchinfer.run.units.claims import counted_files, done_mark, last_claim, num_claims, result_files
 from batchinfer.run.units.result_files import sound_local_files
 from batchinfer.rundir import RunDir
+from batchinfer.sanitize import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,10 @@ def counted_units(run: RunDir, manifest: Manifest, *, allow_partial: bool) -> di
         if allow_partial and claim is not None:
             counted[unit] = CountedUnit(claim, sound_local_files(run, result_files(claim)), num_claims(run, unit))
     if (damaged or missing) and not allow_partial:
-        how = f"results of {len(damaged)} are damaged" if damaged else f"{len(missing)} are not done"
+        are = "is" if len(missing) == 1 else "are"
+        how = f"results of {len(damaged)} are damaged" if damaged else f"{len(missing)} {are} not done"
         raise IncompleteRunError(
-            f"of {len(units)} work units in {run.shown} {how}; run `batchinfer work {run.shown}`, "
+            f"of {count_text(len(units), 'work unit')} in {run.shown} {how}; run `batchinfer work {run.shown}`, "
             f"{'which computes only the rows that are gone, ' if damaged else ''}or finish with --allow-partial"
         )
     return counted

@@ -24,6 +24,7 @@ from batchinfer.data.parquet import own_file, sealed_table, table_writer
 from batchinfer.data.schemas.statistics import STATS_STEPS
 from batchinfer.progress import note
 from batchinfer.rundir import RunDir
+from batchinfer.sanitize import count_text
 
 _LOST = "-lost.parquet"
 
@@ -99,7 +100,9 @@ def _read_steps(path: Path) -> list[dict[str, Any]]:
     parts = [line.partition(b" ") for line in lines]
     sound = [json.loads(content) for checksum, _, content in parts if checksum == _checksum(content)]
     if len(sound) < len(lines):
-        note(f"warning: {path} is damaged: {len(lines) - len(sound)} of {len(lines)} steps are in no statistics")
+        num_lost = len(lines) - len(sound)
+        lost = f"{num_lost:,} of {count_text(len(lines), 'step')} {'is' if num_lost == 1 else 'are'}"
+        note(f"warning: {path} is damaged: {lost} in no statistics")
     return sound
 
 

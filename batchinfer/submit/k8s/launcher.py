@@ -6,6 +6,7 @@ from typing import Any
 from batchinfer.config import JobConfig
 from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
+from batchinfer.sanitize import count_text
 from batchinfer.submit.k8s import tasks
 from batchinfer.submit.k8s.kubectl import Kubectl
 from batchinfer.submit.k8s.manifests import as_yaml
@@ -39,7 +40,7 @@ class KubernetesLauncher:
 
     def resize(self, storage: Storage, size: ArraySize, busy: Container[str]) -> list[str]:
         added, away = tasks.resize(storage.run, size.tasks, busy)
-        lines = [f"{added} tasks added"] if added else []
+        lines = [f"{count_text(added, 'task')} added"] if added else []
         return lines + ([f"removed, after committing finished requests: {' '.join(away)}"] if away else [])
 
     def cancel(self, storage: Storage) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 from batchinfer.checked_json import publish_json
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, launcher_folder
+from batchinfer.sanitize import count_text
 from batchinfer.submit.k8s.kubectl import Kubectl
 from batchinfer.submit.k8s.manifests import (
     PART_LABEL,
@@ -195,7 +196,7 @@ def submission_text(run: RunDir, sent: Submission) -> str:
     selector = f"{RUN_LABEL}={run_name(sent.run)}"
     return how_to_follow(
         run,
-        f"{kind:<7} {where}: {sent.tasks} tasks of {sent.shape.nodes_per_group} nodes",
+        f"{kind:<7} {where}: {count_text(sent.tasks, 'task')} of {count_text(sent.shape.nodes_per_group, 'node')}",
         f"finish  {sent.finish or 'the one that is there'}: waits until all units are done",
         logs=f"kubectl logs{space} --selector={selector} --prefix --tail=-1",
     )

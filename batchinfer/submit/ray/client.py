@@ -14,6 +14,7 @@ from batchinfer.checked_json import publish_json
 from batchinfer.records import ConfigError
 from batchinfer.run.store.interface import Storage, put_sent
 from batchinfer.rundir import RunDir, launcher_folder
+from batchinfer.sanitize import count_text
 from batchinfer.submit.ray.shape import Shape
 from batchinfer.submit.ray.wanted import read_tasks, read_wanted, write_wanted
 from batchinfer.submit.size import LiveTasks
@@ -65,7 +66,7 @@ def dry_run_text(run: RunDir, shape: Shape, tasks: int) -> str:
         (
             f"job {run_name(run.shown)}-{len(submissions(run))}: {ENTRY}",
             "  " + " ".join(f"{name}={value}" for name, value in _variables(run, shape).items()),
-            f"  {tasks} placement groups, {strategy}, each of {shape.bundles()}",
+            f"  {count_text(tasks, 'placement group')}, {strategy}, each of {shape.bundles()}",
         )
     )
 
@@ -132,9 +133,10 @@ def submissions(run: RunDir) -> list[Submission]:
 
 def submission_text(run: RunDir, sent: Submission) -> str:
     """Return the name of the Ray job and the commands to follow it, for a person."""
+    tasks = count_text(sent.tasks, "task")
     return how_to_follow(
         run,
-        f"job     {sent.job}: {sent.tasks} tasks of {sent.shape.nodes_per_group} nodes; it finishes the run, too",
+        f"job     {sent.job}: {tasks} of {count_text(sent.shape.nodes_per_group, 'node')}; it finishes the run, too",
         logs=_logs(run, sent),
     )
 

@@ -8,6 +8,7 @@ from batchinfer.config import JobConfig
 from batchinfer.data.stores import s3_endpoint
 from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
+from batchinfer.sanitize import count_text
 from batchinfer.submit.ray import client
 from batchinfer.submit.ray.shape import Shape, check_shape
 from batchinfer.submit.size import ArraySize, LiveTasks, parse_size_without_limit
@@ -42,7 +43,10 @@ class RayLauncher:
         added = size.tasks - client.resize(storage, size.tasks)  # the driver knows which tasks are busy
         if not added:
             return []
-        return [f"{added} tasks are added" if added > 0 else f"{-added} tasks commit and leave"]
+        tasks, is_one = count_text(abs(added), "task"), abs(added) == 1
+        if added > 0:
+            return [f"{tasks} {'is' if is_one else 'are'} added"]
+        return [f"{tasks} {'commits and leaves' if is_one else 'commit and leave'}"]
 
     def cancel(self, storage: Storage) -> list[str]:
         return client.cancel(storage)

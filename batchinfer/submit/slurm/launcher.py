@@ -9,6 +9,7 @@ from typing import Any
 from batchinfer.config import JobConfig
 from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
+from batchinfer.sanitize import count_text
 from batchinfer.submit.size import ArraySize, LiveTasks, parse_size
 from batchinfer.submit.slurm import client, tasks
 from batchinfer.submit.slurm.schedule import parse_schedule
@@ -55,7 +56,8 @@ class SlurmLauncher:
             names = " ".join(task.name for task in drained)
             lines.append(f"removed, after committing finished requests: {names}")
         if size.at_once is not None:
-            lines.append(f"at most {size.at_once} tasks run at once from now on")
+            run = "runs" if size.at_once == 1 else "run"
+            lines.append(f"at most {count_text(size.at_once, 'task')} {run} at once from now on")
         return lines
 
     def cancel(self, storage: Storage) -> list[str]:
@@ -67,6 +69,8 @@ class SlurmLauncher:
         live = tasks.live_tasks(run)
         waiting = Counter(task.reason for task in live if task.is_pending)
         problems = [
-            f"{count} Slurm tasks wait: {reason}" for reason, count in waiting.items() if reason not in USUAL_REASONS
+            f"{count_text(count, 'Slurm task')} {'waits' if count == 1 else 'wait'}: {reason}"
+            for reason, count in waiting.items()
+            if reason not in USUAL_REASONS
         ]
         return LiveTasks("Slurm", len(live) - waiting.total(), waiting.total(), problems)

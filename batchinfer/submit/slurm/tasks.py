@@ -24,6 +24,7 @@ from batchinfer.records import ConfigError
 from batchinfer.run.store.interface import Storage, put_sent
 from batchinfer.run.store.lock import turn_to_send
 from batchinfer.rundir import RunDir
+from batchinfer.sanitize import count_text
 from batchinfer.submit.size import MOST_TASKS, ArraySize
 from batchinfer.submit.slurm import client
 from batchinfer.submit.slurm.client import Task
@@ -101,7 +102,8 @@ def submit(run: RunDir, shape: Shape, size: ArraySize) -> Submission:
         live = live_tasks(run)
         if live:
             raise ConfigError(
-                f"{len(live)} tasks of {run.shown} are pending or running already ({live[0].name} and so on); change "
+                f"{count_text(len(live), 'task')} of {run.shown} {'is' if len(live) == 1 else 'are'} pending or "
+                f"running already ({live[0].name}{' and so on' if len(live) > 1 else ''}); change "
                 f"their number with `batchinfer submit --resize {run.shown} N`, or end them with `batchinfer cancel "
                 f"{run.shown}`"
             )
@@ -220,9 +222,10 @@ def submission_text(run: RunDir, sent: Submission) -> str:
     """Return the job numbers and the commands to follow them, for a person."""
     arrays = ", ".join(sent.arrays)
     plural, logs = "s" if len(sent.arrays) > 1 else "", log_folder(run)
+    tasks = count_text(sent.size.tasks, "task")
     return how_to_follow(
         run,
-        f"array{plural} {arrays}: {sent.size.tasks} tasks of {sent.shape.nodes_per_group} nodes",
+        f"array{plural} {arrays}: {tasks} of {count_text(sent.shape.nodes_per_group, 'node')}",
         f"finish {sent.finish}: starts when they have ended",
         logs=f"{logs}/{sent.arrays[0]}_0.log and so on; {logs}/finish-{sent.finish}.log",
     )
