@@ -23,8 +23,9 @@ def keep_same_units(run: RunDir, manifest: Manifest) -> None:
     planned = _planned_keys(run, manifest)
     folders = sorted(folder for folder in run.unit_folders.glob("*") if folder.name.isdecimal())
     kept = sum(_is_same(run, int(folder.name), planned.get(int(folder.name), set())) for folder in folders)
+    units, were = count_text(len(folders), "unit"), "was" if len(folders) == 1 else "were"
     keep = "has the same rows as before and keeps its" if kept == 1 else "have the same rows as before and keep their"
-    note(f"{kept:,} of {count_text(len(folders), 'unit')} that had begun {keep} results")
+    note(f"{kept:,} of {units} that {were} begun {keep} results")
 
 
 def _is_same(run: RunDir, unit: int, planned: set[RequestKey]) -> bool:

@@ -169,7 +169,7 @@ def test_lines_of_which_one_is_right_or_only_empty_are_planned(tmp_path, rows, i
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     ended = batchinfer("plan", write_job(tmp_path, input={"files": ["a.jsonl"], **inputs}))
     assert ended.code == 0, ended.err
-    assert f"{num_bad} bad rows in" in ended.err
+    assert f"{num_bad} bad row{'s' if num_bad > 1 else ''} in" in ended.err
 
 
 def test_chats_in_one_shard_leave_texts_in_another_to_its_rows(tmp_path):
@@ -238,7 +238,7 @@ USES = [
     ("run nowhere", 2, "there is no run folder"),
     ("work finished", 0, ""),
     ("finish finished", 0, "2 rows in"),
-    ("finish planned", 1, "are not done; run `batchinfer work"),
+    ("finish planned", 1, "is not done; run `batchinfer work"),
     ("peek finished.toml", 0, "finished: 2 of 2 requests are answered"),
     ("peek computed", 0, "computed: 2 of 2 requests are answered"),
     ("peek prompts", 2, "is not a run folder"),

@@ -129,7 +129,7 @@ def test_units_with_other_rows_are_computed_anew(computed, last_unit):
             result.unlink()
     again = batchinfer("plan", "--again", target)  # with units of the usual size: one instead of two
     assert again.code == 0, again.err
-    assert "of 2 units that were begun have the same rows" in again.err
+    assert "1 of 2 units that were begun has the same rows as before and keeps its results" in again.err
     assert not (target / "units" / "000001").exists()
     assert batchinfer("finish", target).code == 1
     assert batchinfer("work", target).code == 0

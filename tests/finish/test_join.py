@@ -77,6 +77,7 @@ def test_changed_results_are_set_aside_and_their_unit_is_not_done(run):
     rows = table.to_pylist()
     rows[0]["text"] += "!"
     pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)  # sound, but not what was written
-    assert "results of 1 are damaged" in finish(run)
+    assert "results of 1 of " in (err := finish(run))
+    assert "are damaged; run `batchinfer work " in err
     assert not path.exists()
     assert not run.done(0).exists()

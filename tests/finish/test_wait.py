@@ -41,7 +41,7 @@ def test_what_does_not_go_together_is_refused_and_a_signal_ends_it(tmp_path):
     assert batchinfer("finish", tmp_path / "run", "--wait", "--allow-partial").code == 2
     waiting = start("finish", "--wait", tmp_path / "run")
     assert waiting.stderr is not None
-    assert "units are not done yet" in waiting.stderr.readline()
+    assert "waiting: 1 of 1 unit is not done yet" in waiting.stderr.readline()
     waiting.terminate()
     assert waiting.wait(30) == 75
 

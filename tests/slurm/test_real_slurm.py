@@ -257,7 +257,7 @@ def test_everything_cancelled_and_submitted_again_in_more_tasks_than_an_array_ma
     assert state(submissions(run)[0].finish) == "CANCELLED"
     early = batchinfer("finish", run.root)
     assert early.code == 1
-    assert "are not done" in early.err
+    assert " not done; run " in early.err
     again = batchinfer("submit", run.root, "--array", "11%3")
     assert again.code == 0, again.err
     assert len(submissions(run)[-1].arrays) == 2
@@ -325,7 +325,7 @@ def test_a_task_that_must_not_requeue_itself_ends_with_75_and_finish_says_what_i
     assert wait_for(lambda: finish_state(run), run) == "FAILED"
     assert " ExitCode=75:0 " in show(sent.arrays[0])
     assert " ExitCode=1:0 " in show(sent.finish)
-    assert "work units" in (run.slurm / f"finish-{sent.finish}.log").read_text()
+    assert "work unit" in (run.slurm / f"finish-{sent.finish}.log").read_text()
     found = json.loads(batchinfer("status", run.root, "--json").out)
     assert found["units_running"] == 0
     assert found["requests_done"] > 0

@@ -56,10 +56,14 @@ def counted_units(run: RunDir, manifest: Manifest, *, allow_partial: bool) -> di
         if allow_partial and claim is not None:
             counted[unit] = CountedUnit(claim, sound_local_files(run, result_files(claim)), num_claims(run, unit))
     if (damaged or missing) and not allow_partial:
+        of_units = f"of {count_text(len(units), 'work unit')} in {run.shown}"
         are = "is" if len(missing) == 1 else "are"
-        how = f"results of {len(damaged)} are damaged" if damaged else f"{len(missing)} {are} not done"
+        damage, waiting = (
+            f"results of {len(damaged)} {of_units} are damaged",
+            f"{len(missing)} {of_units} {are} not done",
+        )
         raise IncompleteRunError(
-            f"of {count_text(len(units), 'work unit')} in {run.shown} {how}; run `batchinfer work {run.shown}`, "
+            f"{damage if damaged else waiting}; run `batchinfer work {run.shown}`, "
             f"{'which computes only the rows that are gone, ' if damaged else ''}or finish with --allow-partial"
         )
     return counted
