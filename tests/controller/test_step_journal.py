@@ -46,7 +46,7 @@ def test_a_damaged_line_is_told_and_does_not_count(journal, capsys):
     content[len(lines[0]) + 1 + lines[1].index(b"decode")] ^= 1
     path.write_bytes(content)
     assert lost_steps(run) == [0, 2, 3, 4]
-    assert f"{path} is damaged: 1 of {NUM_STEPS} steps are in no statistics" in capsys.readouterr().err
+    assert f"{path} is damaged: 1 of {NUM_STEPS} steps is in no statistics" in capsys.readouterr().err
 
 
 # ---- finish beside workers
