@@ -205,7 +205,7 @@ def _typed_shards(files: list[str]) -> list[Shard]:
 
 
 class _Columns:
-    """Columns that prompts are chosen from (those of the first shard) and that ids are chosen from (those of all)."""
+    """Candidate columns: for prompts those of the first shard, for ids those of all shards."""
 
     def __init__(self, shards: list[Shard]) -> None:
         shard = shards[0]

@@ -171,37 +171,6 @@ inline void multiply_strip_widened(const Rows<bf16>& x, int64_t first, int64_t n
   });
 }
 
-// Pairs of values of 16 columns, as WidePanel takes a group that stands alone.
-inline void widen_group(const bf16* panel, int64_t num_steps, float* out) {
-  for (int64_t step = 0; step < num_steps; ++step, panel += 2 * kPanelColumns, out += 32) {
-    const Ints pairs = load_ints(panel);
-    store(out, high_values(pairs));
-    store(out + 16, low_values(pairs));
-  }
-}
-
-// The same bits for rows that are widened already: a group of 16 columns is widened at a time and meets all rows, so that sums
-// stay in registers for a long part of the depth and the part stays in the first-level cache.
-inline void multiply_strip_widened(const WideRows& x, int64_t first, int64_t num_rows, int64_t depth, const bf16* panel,
-                                   int64_t chunks, float* sums, Pass pass) {
-  alignas(64) float columns[16 * kWidePart];
-  for_parts(depth, kWidePart, [&](int64_t start, int64_t num_values) {
-    const int64_t num_steps = (num_values + 1) / 2;
-    const bf16* const part = panel + start * kPanelColumns;
-    const float* const rows = x.at(first, start);
-    Ahead ahead = next_part<WidePair<1>>(part, num_rows, num_steps, start + num_values == depth, pass);
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      widen_group(part + 32 * chunk, num_steps, columns);
-      for_tiles(0, num_rows, [&](int64_t row, int64_t count) {
-        with_rows(count, [&](auto num_beside) {
-          tile<WidePanel, num_beside, 1>(RowsBeside<float, kWidePart>{rows + row * kWidePart}, columns, num_steps,
-                                         sums + row * kPanelColumns + 16 * chunk, start == 0, ahead);
-        });
-      });
-    }
-  });
-}
-
 constexpr int64_t kFp4Values = 128;  // of a panel's columns that are unpacked at a time
 
 // Values [start, start + kFp4Values) of a panel in E2M1, or all up to the last group, as a panel in bfloat16 has them: a value
@@ -314,11 +283,6 @@ void multiply_strip(const Rows<bf16>& x, int64_t first, int64_t num_rows, const 
 #endif
   }
   multiply_strip_by<Single<bf16>>(x, first, num_rows, depth, reinterpret_cast<const float*>(panel), chunks, sums, pass);
-}
-
-void multiply_strip(const WideRows& x, int64_t first, int64_t num_rows, const Weight& weight, const uint8_t* panel,
-                    int64_t chunks, float* sums, Pass pass) {
-  multiply_strip_widened(x, first, num_rows, weight.depth, reinterpret_cast<const bf16*>(panel), chunks, sums, pass);
 }
 
 #ifdef BATCHINFER_TILES

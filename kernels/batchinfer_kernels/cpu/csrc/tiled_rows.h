@@ -23,48 +23,10 @@ inline bool meet_in_tiles(const Weight& weight) {
   return weight.kind == WeightKind::kBfloat16 || weight.kind == WeightKind::kFp4;
 }
 
-// Rows of bfloat16 in float32, in parts of kWidePart values: [parts, count, kWidePart]. For processors that widen them anyway and
-// whose registers hold sums of few groups of columns (kTurnsWithin is false): widened once they meet many panels.
-constexpr int64_t kWidePart = 256;
-constexpr int64_t kWidenRows = 24;  // for which it is worth it
-struct WideRows {
-  const float* values;
-  int64_t count;
-
-  const float* at(int64_t row, int64_t start) const { return values + start * count + row * kWidePart; }
-};
-void multiply_strip(const WideRows& x, int64_t first, int64_t num_rows, const Weight& weight, const uint8_t* panel,
-                    int64_t chunks, float* sums, Pass pass);
-
-// Whether rows of a source are widened before they meet a weight.
-template <class Source>
-inline bool meet_widened(const Weight& weight) {
-  return !kHasTiles && !kTurnsWithin && !pairs_are_quick() && std::is_same_v<Source, Rows<bf16>> &&
-         weight.kind == WeightKind::kBfloat16;
-}
-
-// Rows begin … end - 1 in this thread's scratch memory; zeros behind an odd depth.
-inline WideRows widened(const Rows<bf16>& x, int64_t begin, int64_t end, const Weight& weight) {
-  static thread_local Scratch<float> values;
-  const int64_t count = end - begin, num_parts = (weight.depth + kWidePart - 1) / kWidePart;
-  values.grow(num_parts * count * kWidePart);
-  for_parts(weight.depth, kWidePart, [&](int64_t start, int64_t num_values) {
-    for (int64_t row = 0; row < count; ++row) {
-      float* const out = values.data() + start * count + row * kWidePart;
-      widen(x.at(begin + row) + start, num_values, out);
-      if (num_values % 2 != 0) out[num_values] = 0;
-    }
-  });
-  return {values.data(), count};
-}
-
 // Panels of a task; more where it copies its rows first.
 template <class Source>
 inline int64_t panels_of_task(const Cut& cut, const Weight& weight) {
   constexpr int64_t kMost = 32;  // next to products with 32 panels the copy takes little time
-  if (meet_widened<Source>(weight) && cut.block_rows >= kWidenRows) {
-    return std::min(cut.fair_panels, std::max(cut.block_panels, kMost / 2));
-  }
   return meet_in_tiles<Source>(weight) ? std::min(cut.fair_panels, std::max(cut.block_panels, kMost)) : cut.block_panels;
 }
 
@@ -159,7 +121,7 @@ inline int64_t rows_room([[maybe_unused]] const Weight& weight) {
   if (std::is_same_v<Source, ByteRows> && weight.kind == WeightKind::kInt8) return int64_t{256} << 10;
   return int64_t{is_whole<Source>(weight) ? 512 : 1024} << 10;
 #else
-  return int64_t{kTurnsWithin || meet_widened<Source>(weight) ? 384 : 256} << 10;
+  return int64_t{kTurnsWithin ? 384 : 256} << 10;
 #endif
 }
 
@@ -174,10 +136,6 @@ inline void with_rows_for([[maybe_unused]] const Weight& weight, [[maybe_unused]
     if (meet_in_tiles<Source>(weight) && (x.index || pays)) return use(copied_into_tiles(x, begin, end, weight), 0);
   }
 #endif
-  if constexpr (std::is_same_v<Source, Rows<bf16>>) {
-    const bool pays = num_panels > 1 && end - begin >= kWidenRows;
-    if (meet_widened<Source>(weight) && pays) return use(widened(x, begin, end, weight), 0);
-  }
   use(x, begin);
 }
 
