@@ -56,7 +56,7 @@ def run_of(
     recorded, current = state["fingerprint"], settings_fingerprint(job)
     if any_version and (old := recorded.get(VERSION)) != (new := current[VERSION]):
         # settings are not compared: each version has its own keys
-        note(f"warning: {run.shown} is a run of batchinfer {old}, which {new} may not read in full")
+        note(f"warning: {run.shown} was planned by batchinfer {old}; this version, {new}, may not show all of it")
     else:
         check_same(recorded, current, run.shown)
     return run

@@ -232,7 +232,7 @@ def test_a_run_of_another_version_is_read_and_not_continued(planned):
     for command in ("status", "peek", "cancel"):
         ended = batchinfer(command, planned)
         assert ended.code == 0, ended.err
-        assert ended.err.startswith(f"warning: {planned} is a run of batchinfer 0.0.9, which ")
+        assert ended.err.startswith(f"warning: {planned} was planned by batchinfer 0.0.9; this version, ")
     assert status(planned) == before
     for command in ("work", "finish", "retry"):
         refused = batchinfer(command, planned)
